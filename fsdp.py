@@ -1,0 +1,427 @@
+"""Processes: start them, shard the model over them, gather it for sampling, add up over them, save and resume.
+
+    ZeRO-3 / FSDP:  each of R processes keeps 1/R of every fp32 parameter, its gradient and its optimizer state;
+                    a block's weights are gathered in the compute type just before use, its gradient summed after.
+
+ZeRO: Rajbhandari et al., arXiv:1910.02054. FSDP: Zhao et al., arXiv:2304.11277. Built on torch's own `fully_shard`
+(FSDP2), DeviceMesh and torch.distributed.checkpoint.
+
+This is the only file that knows there is more than one process: alone, every function here does the obvious thing
+without communicating, so the algorithm in train.py has no `if distributed`. Gradients are sums over ranks, never
+averages: the loss already carries the global denominator. Not here: what is sampled or trained, and the Hugging Face
+format (`export` hands whole tensors to a function that writes them).
+
+Functions marked "collective" must be called by every rank, in the same order.
+
+Try it:  torchrun --nproc_per_node 2 fsdp.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import zlib
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+class World(NamedTuple):
+    rank: int
+    size: int
+    device: torch.device
+
+
+def setup(device: str | None = None, timeout: float = 600.0) -> World:
+    """Joins the processes that torchrun started, or stands alone; nccl (and gloo for what is on the CPU) with GPUs.
+
+    device   "cpu" or "cuda"; None takes the GPU if there is one. Process i of a machine takes its GPU i.
+    timeout  seconds after which a collective that not every rank has joined is an error.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} is not known; known: cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda': torch sees no GPU on this machine (no driver, or a CPU build); use cpu")
+    launched = "RANK" in os.environ
+    rank, size, local = (int(os.environ[key]) if launched else alone
+                         for key, alone in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)])  # fmt: skip
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        if local >= gpus:
+            raise ValueError(f"process {local} of this machine has no GPU: it has {gpus}; use --nproc_per_node {gpus}")
+        torch.cuda.set_device(local)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=None if launched else dist.HashStore(),  # alone: no port, no network
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+    return World(rank, size, torch.device(device, local if device == "cuda" else None))
+
+
+def shutdown():
+    """Collective: leave together, at the end of a run that went well. After an error just exit: torchrun ends the rest."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def is_first() -> bool:
+    return alone() or dist.get_rank() == 0
+
+
+def barrier():
+    if not alone():
+        dist.barrier()
+
+
+def all_sum(x):
+    """Collective. A tensor or a number -> its sum over ranks, the same on each; a new object unless alone."""
+    if alone():
+        return x
+    if isinstance(x, torch.Tensor):
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+    total = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def gather_objects(items: list) -> list:
+    """Collective. Lists of Python objects -> the lists of all ranks one after the other, in rank order, on every rank."""
+    if alone():
+        return items
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def deal(total: int, world: World) -> range:
+    """Which of `total` global indices are this rank's: consecutive, disjoint, together all, sizes differing by one at
+    most. gather_objects of what the ranks make of them is in global order again."""
+    return range(total * world.rank // world.size, total * (world.rank + 1) // world.size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters and gradients
+
+
+def shard(model, world: World, mode: str = "full", dtype=torch.float32, cpu_offload: bool = False):
+    """Shards a Transformer in place, by block and root, on the meta device or with its weights; then call it as before.
+
+    mode   full    over all ranks.
+           hybrid  inside each machine; machines hold copies. Gradients cross machines once, weights never.
+           none    every rank holds a copy; only gradients are communicated.
+    dtype  of the weights that compute and of activations. Masters, their gradients, the sums over ranks and the
+           optimizer stay in the parameters' own type, fp32.
+    cpu_offload  masters, gradients and optimizer state live in CPU memory between uses.
+    Apply it last, after adapters, activation checkpointing and compiling. A single process in fp32 has nothing to
+    gather, reduce or cast, so there the model stays as it is (FSDP would copy every weight in each pass).
+    """
+    if mode not in ("full", "hybrid", "none"):
+        raise ValueError(f"shard mode {mode!r} is not known; known: full, hybrid, none")
+    if world.size == 1 and dtype == torch.float32 and not cpu_offload:
+        return
+    if mode == "full":
+        mesh = init_device_mesh(world.device.type, (world.size,))
+    else:
+        inside = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) if mode == "hybrid" else 1
+        if world.size % inside:
+            raise ValueError(f"shard mode hybrid: {world.size} ranks are no multiple of the {inside} of this machine")
+        mesh = init_device_mesh(world.device.type, (world.size // inside, inside), mesh_dim_names=("copy", "shard"))
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy(),
+    }
+    for block in model.model.layers:
+        fully_shard(block, reshard_after_forward=mode != "none", **options)
+    fully_shard(model, **options)  # embedding, last norm and head: a tied head is one parameter of one group
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # FSDP averages over ranks; both are needed for a plain sum on gloo and nccl alike.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def unsharded(model):
+    """Collective. The model as a plain module over weights gathered once in the compute type, freed afterwards.
+
+    What it gives has no hooks and never communicates, so each rank may decode as many steps as it likes. It shares
+    buffers and gathered parameters with the model: for reading, under no_grad. An unsharded model is given as it is.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    try:
+        yield without_hooks(model, {}) if sharded else model
+    finally:
+        for module in sharded:
+            module.reshard()
+
+
+HOOKS_AND_CHILDREN = {*vars(nn.Module()), "_compiled_call_impl"} - {"training", "_non_persistent_buffers_set"}
+
+
+def without_hooks(module: nn.Module, done: dict) -> nn.Module:
+    """A copy of the module tree, of any classes, over the same parameters, buffers and attributes."""
+    if module not in done:
+        kind = type(module)
+        if isinstance(module, FSDPModule):
+            kind = kind.__mro__[2]  # fully_shard makes class FSDPBlock(FSDPModule, Block) of a Block
+        done[module] = plain = kind.__new__(kind)
+        nn.Module.__init__(plain)
+        vars(plain).update({key: value for key, value in vars(module).items() if key not in HOOKS_AND_CHILDREN})
+        plain._parameters.update(module._parameters)
+        plain._buffers.update(module._buffers)
+        plain._modules.update({name: without_hooks(child, done) for name, child in module._modules.items()})
+    return done[module]
+
+
+@torch.no_grad()
+def clip_grad_norm(model, max_norm: float) -> float:
+    """Collective. The 2-norm of all gradients over all ranks, the same on each; above max_norm, scales them down to it.
+
+    A norm that is NaN or infinite is returned and the gradients are left alone: do not step.
+    """
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    # Under "hybrid" and "none" the ranks hold each element several times, and the sum over ranks counts it as often.
+    mesh = grads[0].device_mesh if grads and isinstance(grads[0], DTensor) else None
+    copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+    grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    squares = torch.stack(torch._foreach_norm(grads)).double().square().sum().item() if grads else 0.0
+    norm = (all_sum(squares) / copies) ** 0.5
+    if max_norm < norm < float("inf"):
+        torch._foreach_mul_(grads, max_norm / norm)
+    return norm
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: run_dir/checkpoints/step_000100/ holds torch.distributed.checkpoint's shards, trainer_state.json, and
+# checksums.json, written last, with a checksum of every other file (torch.load does not notice a flipped bit).
+
+
+def save_checkpoint(directory, model, optimizer, state: dict, keep: int = 2):
+    """Collective. Saves trainable parameters, optimizer state and `state` (what JSON can say) as `directory`, step_N.
+
+    Written under a temporary name, synced to disk, and renamed once every rank's part is there: what has its name is
+    whole. Then all but the `keep` newest are removed, and any of a later step, which this run has gone back behind.
+    Frozen parameters are not saved: they come again from where they came from. Persistent buffers are.
+    """
+    directory = Path(directory)
+    unfinished = directory.with_name(directory.name + ".tmp")
+    if is_first():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for stale in directory.parent.glob("step_*.tmp"):
+            shutil.rmtree(stale)
+    barrier()
+    tensors = own_tensors(model)
+    names = {p: name for name, p in model.named_parameters()}
+    for p, values in optimizer.state.items():
+        tensors |= {f"optimizer.{key}.{names[p]}": value for key, value in values.items()}
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
+    rank = 0 if alone() else dist.get_rank()
+    checksums = gather_objects([(path.name, checksum(path)) for path in unfinished.glob(f"__{rank}_*")])
+    if is_first():
+        write_json(unfinished / "trainer_state.json", state)
+        checksums += [(name, checksum(unfinished / name)) for name in (".metadata", "trainer_state.json")]
+        write_json(unfinished / "checksums.json", dict(checksums))
+        sync_directory(unfinished)
+        if directory.exists():
+            retire(directory)
+        unfinished.rename(directory)
+        sync_directory(directory.parent)
+        earlier = [path for path in newest_first(directory.parent) if step_of(path) <= step_of(directory)]
+        for path in set(newest_first(directory.parent)) - set(earlier[:keep]):
+            retire(path)
+    barrier()
+
+
+def own_tensors(model) -> dict:
+    """What of the model a checkpoint holds, by name: trainable parameters and persistent buffers."""
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    kept = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {f"model.{name}": tensor for name, tensor in (parameters | buffers).items()}
+
+
+def load_checkpoint(directory, model, optimizer) -> dict:
+    """Collective. Reads what save_checkpoint wrote, on any number of ranks, into model and optimizer; returns `state`.
+
+    ValueError where the checkpoint is of another model. Its files are taken as whole: latest_checkpoint checks them.
+    """
+    directory = Path(directory)
+    reader = dcp.FileSystemReader(directory)
+    saved = reader.read_metadata().state_dict_metadata
+    tensors = own_tensors(model)
+    shapes = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith("model.")}
+    if shapes != {key: tuple(tensor.shape) for key, tensor in tensors.items()}:
+        differing = sorted(key for key in shapes.keys() | tensors.keys()
+                           if key not in tensors or shapes.get(key) != tuple(tensors[key].shape))  # fmt: skip
+        raise ValueError(
+            f"{directory} was saved from another model: {len(differing)} tensors are missing here or there or differ in "
+            f"shape, the first is {differing[0].removeprefix('model.')}"
+        )
+    states = {}
+    for key, entry in saved.items():
+        if key.startswith("optimizer."):
+            _, kind, name = key.split(".", 2)
+            states.setdefault(name, {})[kind] = key
+            p = model.get_parameter(name)
+            tensors[key] = (torch.empty_like(p, dtype=entry.properties.dtype, requires_grad=False)
+                            if entry.size == p.shape else torch.empty(entry.size, dtype=entry.properties.dtype))  # fmt: skip
+    dcp.load(tensors, storage_reader=reader)
+    names = {p: name for name, p in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.load_state_dict({
+        "state": {i: {kind: tensors[key] for kind, key in states[names[p]].items()}
+                  for i, p in enumerate(parameters) if names[p] in states},
+        "param_groups": optimizer.state_dict()["param_groups"],
+    })  # fmt: skip
+    return json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
+
+
+def latest_checkpoint(run_dir) -> Path | None:
+    """Collective. The whole checkpoint of run_dir with the highest step, or None; says which it passed over, and why.
+
+    Every file is read once for its checksum, each rank its share.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    found = gather_objects([[*newest_first(folder), *folder.glob("step_*.tmp")] if is_first() else None])[0]
+    rank, size = (0, 1) if alone() else (dist.get_rank(), dist.get_world_size())
+    for path in found:
+        problems = []
+        if path.suffix == ".tmp":
+            problems = ["its saving was interrupted"]
+        else:
+            try:
+                checksums = json.loads((path / "checksums.json").read_text(encoding="utf-8"))
+                for name, expected in sorted(checksums.items())[rank::size]:
+                    if checksum(path / name) != expected:
+                        problems.append(f"{name} is damaged")
+            except FileNotFoundError as error:
+                problems.append(f"{Path(error.filename).name} is missing")
+            except (OSError, ValueError, AttributeError) as error:
+                problems.append(f"it cannot be read: {error}")
+        problems = gather_objects(problems)
+        if not problems:
+            return path
+        if is_first():
+            print(f"passing over {path}: {problems[0]}", file=sys.stderr)
+    return None
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The directories step_N in folder, by number: step_1000 comes before step_999."""
+    return sorted((path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)), key=step_of, reverse=True)
+
+
+def retire(path: Path):
+    """Removes a checkpoint; interrupted halfway it is no longer under its name."""
+    path.rename(path.with_name(path.name + ".old.tmp"))
+    shutil.rmtree(path.with_name(path.name + ".old.tmp"))
+
+
+def write_json(path: Path, value):
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path):
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    value = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 24):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+@torch.no_grad()
+def export(model, write: Callable):
+    """Collective. Rank 0 calls write(pairs) with (name, whole CPU tensor) of each parameter, a tied one once.
+
+    Only one parameter is whole at a time, and on rank 0 only; the others send their rows.
+    """
+    pairs = whole_parameters(model)
+    if is_first():
+        write(pairs)
+    else:
+        for _ in pairs:
+            pass
+    barrier()
+
+
+def whole_parameters(model):
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor):
+            yield name, p.detach().cpu()
+            continue
+        group, ranks = p.device_mesh.get_group(-1), p.device_mesh.size(-1)
+        if p.device_mesh.ndim == 2 and p.device_mesh.get_local_rank(0) > 0:
+            continue  # a copy of what the ranks with rank 0 hold
+        rows = -(-p.shape[0] // ranks)  # equal parts, the last ones filled up
+        part = torch.zeros(rows, *p.shape[1:], dtype=p.dtype)
+        part[: len(p.to_local())] = p.to_local()
+        parts = [torch.empty_like(part) for _ in range(ranks)] if is_first() else None
+        dist.gather(part, parts, dst=0, group=group)
+        if is_first():
+            yield name, torch.cat(parts)[: p.shape[0]]
+
+
+def main():
+    """Shows what each rank holds of the tiny model, and that the gathered model answers on its own."""
+    from model import load_model
+
+    world = setup()
+    torch.manual_seed(0)
+    model = load_model("tiny", device=world.device, prepare=lambda model: shard(model, world))
+    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    with unsharded(model) as plain, torch.no_grad():
+        hidden = plain(torch.ones(1, 4 + world.rank, dtype=torch.long, device=world.device))
+    for line in gather_objects([f"rank {world.rank} of {world.size} on {world.device}: {local:,} parameters, "
+                                f"hidden states {tuple(hidden.shape)}"]):  # fmt: skip
+        if world.rank == 0:
+            print(line)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()

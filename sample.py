@@ -1,0 +1,466 @@
+"""Sampling: prompts (token ids) -> completions (token ids) with their log-probs, from a KV cache with continuous batching.
+
+    z = logits / temperature        l = z_y - logsumexp(z)        y = first i with  sum_{j<=i} exp(z_j - max z)  >  u · total
+
+Up to `max_batch` rows decode together. A row that finishes gives its slot to the next one of the queue; when the queue is
+empty the last rows move into the gaps, so the batch is always dense. Each distinct prompt is prefilled once, and its keys
+and values are copied to all rows that continue it. A row starts from its prompt's last token, so prefill and decode
+meet in one place: the first completion token is drawn like every other. A draw takes one uniform number, a function of
+(seed, key, sample, position) alone, so neither batch size nor order nor the number of processes changes what is drawn.
+
+Lives here: the cache, the loop, the sampling rules, and a chat on the command line. Not here: text (data/tokenizer.py),
+the network (model.py), what completions are worth (rewards.py).
+
+    B rows decoding, T tokens of a prompt, L the longest row, K key/value heads, d width of a head, V vocabulary
+
+Try it:  python sample.py --model smollm2-135m-instruct "What is a derivative?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter, defaultdict, deque
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class Completion:
+    tokens: list[int]  # the stop token included
+    logprobs: list[float]  # one a token, at the temperature (at 1 when greedy), before any truncation
+    finished: bool  # True: ended by a stop token; False: out of length
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache
+
+
+class Prefill:
+    """The cache's side of a prefill: plain causal attention, whose keys and values are kept."""
+
+    def __init__(self):
+        self.keys, self.values = [], []  # one (P,T,K,d) a layer
+
+    def positions(self, tokens):
+        return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+
+    def attend(self, layer, q, k, v):
+        self.keys.append(k)
+        self.values.append(v)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return y.transpose(1, 2)
+
+
+class KVCache:
+    """Keys and values of all decoding rows, and one decode step's attention over them.
+
+    A layer is (rows, K, capacity, d); rows [:B] are alive, row r holds lengths[r] tokens. Capacity grows by half when the
+    longest row reaches it, so memory follows what is used and the copying stays a constant share.
+    """
+
+    def __init__(self, config, rows: int, capacity: int, like: torch.Tensor):
+        self.shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
+        self.layers = config.num_hidden_layers
+        self.keys = [like.new_zeros(self.shape) for _ in range(self.layers)]
+        self.values = [like.new_zeros(self.shape) for _ in range(self.layers)]
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
+        self.scale = config.head_dim**-0.5
+
+    def insert(self, rows: list[int], keys, values):
+        """Rows take a prefilled prompt: keys, values one (T,K,d) a layer."""
+        length = keys[0].shape[0]
+        self.grow(length + 1)
+        for layer in range(self.layers):
+            self.keys[layer][rows, :, :length] = keys[layer].transpose(0, 1)
+            self.values[layer][rows, :, :length] = values[layer].transpose(0, 1)
+        self.lengths[rows] = length
+
+    def move(self, source: list[int], target: list[int]):
+        """Rows `source` take the places of rows `target`."""
+        for x in (*self.keys, *self.values, self.lengths):
+            x[target] = x[source]
+
+    def grow(self, needed: int):
+        rows, K, capacity, d = self.shape
+        if needed <= capacity:
+            return
+        self.shape = (rows, K, max(needed, capacity + capacity // 2), d)
+        for store in (self.keys, self.values):
+            for layer in range(self.layers):  # one at a time: never two whole caches
+                wider = store[layer].new_zeros(self.shape)
+                wider[:, :, :capacity] = store[layer]
+                store[layer] = wider
+
+    def begin_step(self, B: int, longest: int):
+        """Before a forward of B rows, the longest holding `longest` tokens with the new one: what its layers share."""
+        self.grow(longest)
+        self.B, self.L = B, longest
+        self.rows, self.at = torch.arange(B, device=self.lengths.device), self.lengths[:B]
+        hidden = torch.arange(longest, device=self.at.device) > self.at[:, None]  # (B,L)
+        mask = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=self.at.device)
+        mask = mask.masked_fill_(hidden, -torch.inf)[:, None].expand(-1, self.shape[1], -1)
+        self.mask = mask.reshape(B * self.shape[1], 1, longest)
+
+    def positions(self, tokens):
+        return self.at[:, None]
+
+    def attend(self, layer, q, k, v):
+        """q (B,1,H,d), k, v (B,1,K,d) -> (B,1,H,d). Two products over the heads of a group, keys never expanded: on
+        CPUs half the time of scaled_dot_product_attention."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self.rows, :, self.at] = k[:, 0]
+        values[self.rows, :, self.at] = v[:, 0]
+        (B, _, H, d), K, L = q.shape, self.shape[1], self.L
+        q = q.view(B * K, H // K, d)
+        keys, values = keys[:B, :, :L].flatten(0, 1), values[:B, :, :L].flatten(0, 1)  # (B*K,L,d), views
+        scores = torch.baddbmm(self.mask, q, keys.transpose(1, 2), alpha=self.scale)  # (B*K,H/K,L)
+        return torch.bmm(scores.softmax(-1), values).view(B, 1, H, d)
+
+    def end_step(self):
+        self.lengths[: self.B] += 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sampling rules
+
+
+def truncate(z, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+    """z (B,V) logits at the temperature -> the same with -inf where cut, by top-k, then top-p, then min-p.
+
+    top_k (0: off) keeps the k largest (and all that equal the k-th); top_p the fewest whose mass reaches p (Holtzman
+    et al., arXiv:1904.09751); min_p what has at least min_p times the largest probability (arXiv:2407.01082).
+    """
+    if 0 < top_k < z.shape[-1]:
+        z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        ordered, order = z.sort(descending=True)
+        p = ordered.softmax(-1)
+        ordered = ordered.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)  # the mass before it is enough
+        z = torch.empty_like(z).scatter_(-1, order, ordered)
+    if min_p > 0:
+        z = z.masked_fill(z < z.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
+    return z
+
+
+BLOCK = 128  # divides most vocabularies
+PREFILL_TOKENS = 8192  # of one prefill, padding included
+
+
+def pick(weights, u):
+    """weights (B,V) >= 0 unnormalised, u (B,) float64 in [0,1) -> (ids (B,), totals (B,) float64).
+
+    The inverse of the cumulative distribution: one number a row instead of V. Summed by blocks, then scanned in
+    float64 over the blocks and inside one block only, which is faster than scanning V numbers and loses nothing: fp32
+    sums over a large vocabulary would. A token of weight 0 does not advance the sum, so it is never the first past it.
+    """
+    B, V = weights.shape
+    if V % BLOCK:
+        weights = F.pad(weights, (0, BLOCK - V % BLOCK))
+    blocks = weights.view(B, -1, BLOCK)
+    sums = blocks.sum(-1).double().cumsum(-1)  # (B,V/BLOCK)
+    total = sums[:, -1:]
+    target = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    block = torch.searchsorted(sums, target, right=True)  # (B,1)
+    target = target - torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(-1)  # (B,BLOCK)
+    # A block's fp32 sum and its float64 scan differ in the last digits; a target between them is the block's last token.
+    target = torch.minimum(target, torch.nextafter(inside[:, -1:], torch.zeros_like(total)))
+    return (block * BLOCK + torch.searchsorted(inside, target, right=True))[:, 0], total[:, 0]
+
+
+def draw(logits, u, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+    """logits (B,V), u (B,) float64 -> (ids (B,), log-probs (B,) fp32 at the temperature, before truncation).
+
+    Temperature 0 takes the largest logit, and its log-prob at temperature 1. All in fp32.
+    """
+    logits = logits.float()
+    z = logits - logits.amax(-1, keepdim=True)  # before the division: a tiny temperature must not overflow
+    if temperature not in (0, 1):
+        z = z / temperature
+    if temperature == 0:
+        ids, total = logits.argmax(-1), z.exp().sum(-1)
+    elif (0 < top_k < z.shape[-1]) or top_p < 1 or min_p > 0:
+        ids, _ = pick(truncate(z, top_k, top_p, min_p).exp_(), u)
+        total = z.exp().sum(-1)
+    else:
+        ids, total = pick(z.exp(), u)
+    return ids, z.gather(1, ids[:, None])[:, 0] - total.log().float()
+
+
+def uniforms(seed: int, key: int, sample: int, count: int) -> np.ndarray:
+    """(count,) float64 in [0,1): number `position` of the stream is a function of (seed, key, sample, position) alone.
+
+    Philox is a block cipher over a counter (Salmon et al., 2011): (seed, key) is the cipher's key, and the sample stands
+    in the counter's highest word, which no stream ever reaches by counting.
+    """
+    word = (1 << 64) - 1
+    counter = np.array([0, 0, 0, sample & word], dtype=np.uint64)
+    philox = np.random.Philox(key=np.array([seed & word, key & word], dtype=np.uint64), counter=counter)
+    return np.random.Generator(philox).random(count)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+@contextmanager
+def packed_linears(model: nn.Module, rows: int):
+    """For a rollout, linear layers on the CPU multiply weights laid out once for oneDNN instead of at each call.
+
+    At a batch of 32 that halves a decode step, and gives a row the same result whatever rows share its batch, which
+    torch's default does not. Costs one more copy of the weights meanwhile. Elsewhere, and for layers that are more than
+    plain linears, nothing changes.
+    """
+    packed = []
+    ops = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None
+    if hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight"):
+        for module in model.modules():
+            if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
+                packed.append(module)
+    try:
+        for module in packed:
+            weight, bias = ops._reorder_linear_weight(module.weight.detach(), rows), module.bias
+            module.forward = lambda x, w=weight, b=bias: ops._linear_pointwise(x, w, b, "none", [], "")
+        yield
+    finally:
+        for module in packed:
+            module.__dict__.pop("forward", None)
+
+
+@dataclass
+class Row:
+    """A completion being written."""
+
+    prompt: int
+    sample: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+def check_request(model, prompts, n, max_new_tokens, temperature, top_p, min_p, keys):
+    V, longest = model.config.vocab_size, model.config.max_position_embeddings
+    for name, value, good, wanted in [
+        ("n", n, n >= 1, "at least 1"),
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("temperature", temperature, temperature >= 0, "0 (greedy) or more"),
+        ("top_p", top_p, 0 < top_p <= 1, "above 0, at most 1"),
+        ("min_p", min_p, 0 <= min_p <= 1, "from 0 to 1"),
+    ]:
+        if not good:
+            raise ValueError(f"{name} is {value}, but must be {wanted}")
+    if keys is not None and len(keys) != len(prompts):
+        raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: one a prompt is needed")
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {i} is empty: there is nothing to continue")
+        if not (0 <= min(prompt) and max(prompt) < V):
+            raise ValueError(f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}; the vocabulary has {V}")
+        if len(prompt) + max_new_tokens > longest:
+            raise ValueError(f"prompt {i} has {len(prompt)} tokens, with max_new_tokens {max_new_tokens} more than the "
+                             f"{longest} this model reads")  # fmt: skip
+
+
+@torch.no_grad()
+def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(),
+             seed=0, keys=None, max_batch=None, kv_bytes=2 << 30, on_token=None) -> list[list[Completion]]:  # fmt: skip
+    """n completions of each prompt, as [prompt][n]. prompts: lists of token ids.
+
+    temperature 0 is greedy; top_k 0, None or -1 is off; truncation after temperature: top-k, top-p, min-p.
+    keys         one int a prompt (default its index): draws are a function of (seed, key, sample, position).
+    max_batch    rows decoding together (default: all that kv_bytes of keys and values allow at full length).
+    on_token     called as on_token(prompt, sample, id) for each token, in order within a row.
+    ValueError for a request that makes no sense; FloatingPointError where logits are not finite.
+    """
+    check_request(model, prompts, n, max_new_tokens, temperature, top_p, min_p, keys)
+    if not prompts:
+        return []
+    was_training = model.training
+    model.eval()
+    config, embedding = model.config, model.model.embed_tokens.weight
+    longest_row = max(map(len, prompts)) + max_new_tokens
+    row_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * embedding.element_size() * longest_row
+    slots = min(len(prompts) * n, max_batch or max(1, kv_bytes // row_bytes))
+    rules = dict(temperature=temperature, top_k=top_k or 0, top_p=top_p, min_p=min_p)
+    try:
+        with packed_linears(model, slots):
+            run = Rollout(model, prompts, n, max_new_tokens, stop_ids, seed, keys or range(len(prompts)), slots, on_token)
+            return run.run(rules)
+    finally:
+        model.train(was_training)
+
+
+class Rollout:
+    """The rows of one `generate` call: the queue, the slots, and what each slot holds."""
+
+    def __init__(self, model, prompts, n, max_new_tokens, stop_ids, seed, keys, slots, on_token):
+        self.model, self.prompts, self.n, self.max_new_tokens = model, [tuple(p) for p in prompts], n, max_new_tokens
+        self.stop_ids, self.seed, self.keys, self.on_token = set(stop_ids), seed, keys, on_token
+        embedding = model.model.embed_tokens.weight
+        self.device = embedding.device
+        self.queue = deque(Row(p, s) for p in range(len(prompts)) for s in range(n))
+        self.waiting = Counter(self.prompts[row.prompt] for row in self.queue)  # rows that still need this prefill
+        self.prefilled = {}  # prompt -> keys and values, one (T,K,d) a layer, while rows of the queue need them
+        self.slots: list[Row | None] = [None] * slots
+        self.done: dict[tuple[int, int], Completion] = {}
+        self.cache = KVCache(model.config, slots, max(map(len, prompts)) + min(max_new_tokens, 64), embedding)
+        self.last = torch.zeros(slots, dtype=torch.long, device=self.device)  # each row's newest token
+        self.written = torch.zeros(slots, dtype=torch.long, device=self.device)  # how many tokens it has drawn
+        self.u = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=self.device)
+
+    def run(self, rules) -> list[list[Completion]]:
+        # Finished rows are looked for after every step where that is free, and after every eighth where it means waiting
+        # for the device: rows then decode a few tokens too many, which are cut.
+        every = 1 if self.device.type == "cpu" else 8
+        self.refill(list(range(len(self.slots))))
+        while self.slots:
+            longest = max(len(self.prompts[row.prompt]) + len(row.tokens) for row in self.slots)
+            steps = [self.step(longest + i, rules) for i in range(every)]
+            tokens, logprobs = (torch.stack(x, 1).tolist() for x in zip(*steps))  # (B,every)
+            gaps = [slot for slot, row in enumerate(self.slots) if self.extend(row, tokens[slot], logprobs[slot])]
+            if gaps:
+                self.refill(gaps)
+        return [[self.done[p, s] for s in range(self.n)] for p in range(len(self.prompts))]
+
+    def step(self, longest: int, rules):
+        """One token for each row: (ids (B,), log-probs (B,))."""
+        B = len(self.slots)
+        self.cache.begin_step(B, longest)
+        hidden = self.model(self.last[:B, None], cache=self.cache)
+        self.cache.end_step()
+        logits = self.model.lm_head(hidden[:, 0])  # (B,V)
+        u = self.u[:B].gather(1, self.written[:B, None].clamp(max=self.max_new_tokens - 1))[:, 0]
+        ids, logprobs = draw(logits, u, **rules)
+        self.last[:B] = ids
+        self.written[:B] += 1
+        return ids, logprobs
+
+    def extend(self, row: Row, tokens, logprobs) -> bool:
+        """Appends new tokens to a row; True when that completed it."""
+        for token, logprob in zip(tokens, logprobs):
+            if not math.isfinite(logprob):
+                raise FloatingPointError(f"the logits are not finite (NaN or inf) at token {len(row.tokens)} of sample "
+                                         f"{row.sample} of prompt {row.prompt}")  # fmt: skip
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            if self.on_token:
+                self.on_token(row.prompt, row.sample, token)
+            stopped = token in self.stop_ids
+            if stopped or len(row.tokens) == self.max_new_tokens:
+                self.done[row.prompt, row.sample] = Completion(row.tokens, row.logprobs, stopped)
+                return True
+        return False
+
+    def refill(self, gaps: list[int]):
+        """Gives the gaps to the next rows of the queue; without enough of those, the last rows move into them."""
+        new = {slot: self.queue.popleft() for slot in gaps[: len(self.queue)]}
+        self.prefill({self.prompts[row.prompt] for row in new.values()})
+        slots_of = defaultdict(list)  # prompt -> the slots that start from it
+        for slot, row in new.items():
+            self.slots[slot] = row
+            slots_of[self.prompts[row.prompt]].append(slot)
+        for prompt, slots in slots_of.items():
+            self.cache.insert(slots, *self.prefilled[prompt])
+            self.last[slots] = prompt[-1]
+            self.waiting[prompt] -= len(slots)
+            if not self.waiting[prompt]:
+                del self.prefilled[prompt]
+        if new:
+            slots = list(new)
+            u = [uniforms(self.seed, self.keys[row.prompt], row.sample, self.max_new_tokens) for row in new.values()]
+            self.u[slots] = torch.from_numpy(np.stack(u)).to(self.device)
+            self.written[slots] = 0
+
+        gaps = set(gaps[len(new) :])
+        B = len(self.slots) - len(gaps)
+        target = sorted(slot for slot in gaps if slot < B)
+        source = [slot for slot in range(B, len(self.slots)) if slot not in gaps]
+        if target:
+            self.cache.move(source, target)
+            for x in (self.last, self.written, self.u):
+                x[target] = x[source]
+            for t, s in zip(target, source):
+                self.slots[t] = self.slots[s]
+        del self.slots[B:]
+
+    def prefill(self, prompts: set):
+        """Keys and values of all but the last token of each prompt, several prompts at a time."""
+        prompts = sorted(prompts - self.prefilled.keys(), key=len)
+        while prompts:
+            count = max(1, PREFILL_TOKENS // len(prompts[-1]))
+            batch, prompts = prompts[-count:], prompts[:-count]
+            tokens = torch.zeros(len(batch), max(1, len(batch[-1]) - 1), dtype=torch.long)  # (P,T) right-padded
+            for i, prompt in enumerate(batch):
+                tokens[i, : len(prompt) - 1] = torch.tensor(prompt[:-1])
+            cache = Prefill()
+            self.model(tokens.to(self.device), cache=cache)
+            for i, prompt in enumerate(batch):
+                T = len(prompt) - 1
+                self.prefilled[prompt] = [k[i, :T] for k in cache.keys], [v[i, :T] for v in cache.values]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On the command line
+
+
+def main():
+    from data.tokenizer import StreamDecoder, load_tokenizer
+    from model import fast_cpu_matmul, find_checkpoint, load_model
+
+    parser = argparse.ArgumentParser(description="Answer a prompt, or chat, with streaming.")
+    parser.add_argument("prompt", nargs="?", help="without it: a chat, one line a turn, ended by an empty line")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="an alias, a directory or a hub id")
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPU, bfloat16 on CUDA")
+    args = parser.parse_args()
+    fast_cpu_matmul()
+    place = find_checkpoint(args.model)
+    dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    model, tokenizer = load_model(place, device=args.device, dtype=getattr(torch, dtype)), load_tokenizer(place)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+
+    def answer(ids, seed) -> str:
+        stream, text = StreamDecoder(tokenizer), []
+
+        def show(piece):
+            text.append(piece)
+            print(piece, end="", flush=True)
+
+        rules = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=seed)
+        generate(model, [ids], max_new_tokens=args.max_new_tokens, stop_ids=tokenizer.stop_ids,
+                 on_token=lambda prompt, sample, token: show(stream.push(token)), **rules)  # fmt: skip
+        show(stream.flush())
+        print()
+        return "".join(text)
+
+    for turn in range(1 if args.prompt else sys.maxsize):
+        text = args.prompt or input("> ").strip()
+        if not text:
+            return
+        messages.append({"role": "user", "content": text})
+        ids = tokenizer.encode(text) if args.raw else tokenizer.encode_chat(messages)
+        messages.append({"role": "assistant", "content": answer(ids, args.seed + turn)})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (EOFError, KeyboardInterrupt):
+        pass
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"sample.py: {error}")
