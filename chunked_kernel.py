@@ -146,7 +146,7 @@ class _LogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logp, grad_entropy):
         hidden, weight, targets, lse, entropy, unit = ctx.saved_tensors
-        if unit is not None and grad_entropy is None:
+        if unit is not None and grad_logp is not None and grad_entropy is None:
             dH = torch.mul(unit, grad_logp.unsqueeze(-1), out=torch.empty_like(hidden))
             return dH, None, None, None, None, None
 
@@ -238,9 +238,12 @@ class _Head:
 
     def _weight_tiles(self):
         """W (V, D) in the products' dtype: as it is, or upcast piece by piece, so that no second W is ever held."""
-        tile = len(self.weight) if self.weight.dtype == self.product_dtype else VOCAB_TILE
-        for cols in _slices(len(self.weight), tile):
-            yield cols, self.weight[cols].to(self.product_dtype)
+        if self.weight.dtype == self.product_dtype:
+            yield slice(None), self.weight
+            return
+        tile = torch.empty(VOCAB_TILE, self.weight.shape[1], dtype=self.product_dtype, device=self.weight.device)
+        for cols in _slices(len(self.weight), VOCAB_TILE):
+            yield cols, tile[: cols.stop - cols.start].copy_(self.weight[cols])
 
 
 def _slices(n, size):

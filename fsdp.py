@@ -241,11 +241,9 @@ def save_checkpoint(directory, model, optimizer, state: dict, keep: int = 2):
         for stale in directory.parent.glob("step_*.tmp"):
             shutil.rmtree(stale)
     barrier()
-    tensors = own_tensors(model)
     names = {p: name for name, p in model.named_parameters()}
-    for p, values in optimizer.state.items():
-        tensors |= {f"optimizer.{key}.{names[p]}": value for key, value in values.items()}
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
+    moments = {f"{key}.{names[p]}": value for p, values in optimizer.state.items() for key, value in values.items()}
+    dcp.save({"model": own_tensors(model), "optimizer": moments}, storage_writer=dcp.FileSystemWriter(unfinished))
     rank = 0 if alone() else dist.get_rank()
     checksums = gather_objects([(path.name, checksum(path)) for path in unfinished.glob(f"__{rank}_*")])
     if is_first():
@@ -267,8 +265,7 @@ def own_tensors(model) -> dict:
     """What of the model a checkpoint holds, by name: trainable parameters and persistent buffers."""
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     kept = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {f"model.{name}": tensor for name, tensor in (parameters | buffers).items()}
+    return parameters | {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def load_checkpoint(directory, model, optimizer) -> dict:
@@ -278,30 +275,30 @@ def load_checkpoint(directory, model, optimizer) -> dict:
     """
     directory = Path(directory)
     reader = dcp.FileSystemReader(directory)
-    saved = reader.read_metadata().state_dict_metadata
-    tensors = own_tensors(model)
-    shapes = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith("model.")}
-    if shapes != {key: tuple(tensor.shape) for key, tensor in tensors.items()}:
-        differing = sorted(key for key in shapes.keys() | tensors.keys()
-                           if key not in tensors or shapes.get(key) != tuple(tensors[key].shape))  # fmt: skip
-        raise ValueError(
-            f"{directory} was saved from another model: {len(differing)} tensors are missing here or there or differ in "
-            f"shape, the first is {differing[0].removeprefix('model.')}"
-        )
-    states = {}
-    for key, entry in saved.items():
-        if key.startswith("optimizer."):
-            _, kind, name = key.split(".", 2)
-            states.setdefault(name, {})[kind] = key
-            p = model.get_parameter(name)
-            tensors[key] = (torch.empty_like(p, dtype=entry.properties.dtype, requires_grad=False)
-                            if entry.size == p.shape else torch.empty(entry.size, dtype=entry.properties.dtype))  # fmt: skip
-    dcp.load(tensors, storage_reader=reader)
+    tensors, moments = own_tensors(model), {}
     names = {p: name for name, p in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = {names[p]: {} for p in parameters}
+    shapes = {}
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        part, name = key.split(".", 1)
+        if part == "model":
+            shapes[name] = entry.size
+            continue
+        kind, name = name.split(".", 1)
+        p, dtype = model.get_parameter(name), entry.properties.dtype
+        like = torch.empty_like(p, dtype=dtype, requires_grad=False) if entry.size == p.shape else torch.empty(entry.size, dtype=dtype)
+        moments[f"{kind}.{name}"] = states[name][kind] = like
+    differing = [name for name in sorted(shapes.keys() | tensors.keys())
+                 if name not in tensors or shapes.get(name) != tensors[name].shape]  # fmt: skip
+    if differing:
+        raise ValueError(
+            f"{directory} was saved from another model: {len(differing)} tensors are missing here or there or differ in "
+            f"shape, the first is {differing[0]}"
+        )
+    dcp.load({"model": tensors, "optimizer": moments}, storage_reader=reader)
     optimizer.load_state_dict({
-        "state": {i: {kind: tensors[key] for kind, key in states[names[p]].items()}
-                  for i, p in enumerate(parameters) if names[p] in states},
+        "state": {i: states[names[p]] for i, p in enumerate(parameters) if states[names[p]]},
         "param_groups": optimizer.state_dict()["param_groups"],
     })  # fmt: skip
     return json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))
@@ -313,22 +310,20 @@ def latest_checkpoint(run_dir) -> Path | None:
     Every file is read once for its checksum, each rank its share.
     """
     folder = Path(run_dir) / "checkpoints"
-    found = gather_objects([[*newest_first(folder), *folder.glob("step_*.tmp")] if is_first() else None])[0]
+    found = gather_objects([newest_first(folder, r"step_\d+(\.tmp)?") if is_first() else None])[0]
     rank, size = (0, 1) if alone() else (dist.get_rank(), dist.get_world_size())
     for path in found:
         problems = []
-        if path.suffix == ".tmp":
-            problems = ["its saving was interrupted"]
-        else:
-            try:
-                checksums = json.loads((path / "checksums.json").read_text(encoding="utf-8"))
-                for name, expected in sorted(checksums.items())[rank::size]:
-                    if checksum(path / name) != expected:
-                        problems.append(f"{name} is damaged")
-            except FileNotFoundError as error:
-                problems.append(f"{Path(error.filename).name} is missing")
-            except (OSError, ValueError, AttributeError) as error:
-                problems.append(f"it cannot be read: {error}")
+        try:
+            if path.suffix == ".tmp":
+                raise ValueError("its saving was interrupted")
+            checksums = json.loads((path / "checksums.json").read_text(encoding="utf-8"))
+            problems += [f"{name} is damaged" for name, expected in sorted(checksums.items())[rank::size]
+                         if checksum(path / name) != expected]  # fmt: skip
+        except FileNotFoundError as error:
+            problems.append(f"{Path(error.filename).name} is missing")
+        except (OSError, ValueError, AttributeError) as error:
+            problems.append(str(error))
         problems = gather_objects(problems)
         if not problems:
             return path
@@ -338,12 +333,13 @@ def latest_checkpoint(run_dir) -> Path | None:
 
 
 def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+    return int(path.name.split("_")[1].split(".")[0])
 
 
-def newest_first(folder: Path) -> list[Path]:
-    """The directories step_N in folder, by number: step_1000 comes before step_999."""
-    return sorted((path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)), key=step_of, reverse=True)
+def newest_first(folder: Path, pattern: str = r"step_\d+") -> list[Path]:
+    """The checkpoints in folder by number: step_1000 comes before step_999."""
+    names = (path for path in folder.glob("step_*") if re.fullmatch(pattern, path.name))
+    return sorted(names, key=step_of, reverse=True)
 
 
 def retire(path: Path):

@@ -444,7 +444,7 @@ KNOWN = {
 
 def save_adapter(model, directory):
     """Writes PEFT's adapter_config.json and adapter_model.safetensors: of the adapter, or, inside `reference`, of the
-    one that training started from. Under sharding all ranks call and rank 0 writes."""
+    one that training started from. With several processes all must call; the first writes, and all wait for it."""
     modules = linears(model, LoraLinear)
     if not modules:
         raise ValueError("save_adapter: the model has no adapters")
@@ -453,14 +453,25 @@ def save_adapter(model, directory):
         A, B = module.factors() if module.mode == "start" else (module.lora_A, module.lora_B)
         tensors[f"{PREFIX}{name}.lora_A.weight"] = gather(A).contiguous()
         tensors[f"{PREFIX}{name}.lora_B.weight"] = gather(B).contiguous()
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        return
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not several or torch.distributed.get_rank() == 0:
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        config = json.dumps(peft_config(model, modules), indent=2) + "\n"
+        (directory / CONFIG_FILE).write_text(config, encoding="utf-8")
+    if several:
+        torch.distributed.barrier()
+
+
+def peft_config(model, modules: dict[str, LoraLinear]) -> dict:
+    """adapter_config.json of these adapters: the most common r and alpha, and patterns for those that differ."""
     tails = {name.split(".")[-1] for name in modules}
     every = all(name in modules for name in linears(model) if name.split(".")[-1] in tails)
     r, alpha = (Counter(values).most_common(1)[0][0] for values in
                 ([m.r for m in modules.values()], [m.alpha for m in modules.values()]))  # fmt: skip
     one, source = next(iter(modules.values())), getattr(model, "source", None)
-    config = {
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None if source is None else str(source),
@@ -478,10 +489,6 @@ def save_adapter(model, directory):
         "inference_mode": True,
         "modules_to_save": None,
     }
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_adapter(model, directory, base="keep"):

@@ -242,7 +242,7 @@ class LossConfig:
 
 
 def level(cfg):
-    """"token" or "sequence": what the importance ratio is taken over."""
+    """What the importance ratio is taken over: "token" or "sequence"."""
     default = "sequence" if cfg.loss_type in ("gspo", "luspo") else "token"
     return cfg.importance_sampling_level or default
 

@@ -138,12 +138,12 @@ def read_rope(raw: dict) -> tuple[float, dict | None]:
 def exact_length(raw: dict) -> int:
     """The longest sequence the model can read, and that full attention computes as the model was trained: a sliding
     window first matters past its own length, so longer sequences are refused and shorter ones are exact."""
-    kind, layers = raw["model_type"], raw["num_hidden_layers"]
+    kind = raw["model_type"]
     length = raw.get("max_position_embeddings") or {"llama": 2048, "mistral": 131072}.get(kind, 32768)
-    slides = kind == "mistral" or (kind != "llama" and raw.get("use_sliding_window", False))
-    if kind != "mistral":
-        types = raw.get("layer_types") or ["sliding_attention"] * (raw.get("max_window_layers", 28) < layers)
-        slides = slides and "sliding_attention" in types
+    slides = kind == "mistral"
+    if kind in ("qwen2", "qwen3") and raw.get("use_sliding_window", False):
+        first = raw.get("max_window_layers", 28)
+        slides = "sliding_attention" in raw["layer_types"] if raw.get("layer_types") else first < raw["num_hidden_layers"]
     window = raw.get("sliding_window", 4096)
     return min(length, window) if slides and window else length
 
@@ -284,7 +284,7 @@ class Packed:
         n = len(self.prefix_at)
         q0, k0, v0 = (self.pad(x[0, :n], self.prefix_at, self.P, self.S) for x in (q, k, v))
         q1, k1, v1 = (self.pad(x[0, n:], self.row_at, self.B, self.T) for x in (q, k, v))
-        y0 = attention(q0, k0, v0) if self.S else q0
+        y0 = attention(q0, k0, v0)
         k1, v1 = torch.cat([k0[self.rows], k1], 1), torch.cat([v0[self.rows], v1], 1)  # (B,S+T,K,d)
         y1 = attention(q1, k1, v1, self.mask)
         return torch.cat([y0.flatten(0, 1)[self.prefix_at], y1.flatten(0, 1)[self.row_at]])[None]

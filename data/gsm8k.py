@@ -49,7 +49,7 @@ def files(directory=None):
     """Paths of train.jsonl and test.jsonl: in `directory` (as they are, also shortened or your own), or the originals,
     downloaded once to ~/.cache/nanogrpo/gsm8k (XDG_CACHE_HOME honoured).
 
-    Raises ValueError for a directory without them or a download with the wrong sha256, RuntimeError without a network.
+    Raises ValueError for a directory without them or a download with the wrong sha256, ConnectionError without a network.
     """
     if directory is None:
         return [fetch(name) for name in SHA256]
@@ -71,7 +71,7 @@ def fetch(name):
         with urllib.request.urlopen(url, timeout=60) as response:
             content = response.read()
     except (OSError, http.client.HTTPException) as error:
-        raise RuntimeError(
+        raise ConnectionError(
             f"gsm8k: {url} is not downloadable now ({error}); go online once, or give --data gsm8k:DIRECTORY "
             f"with {' and '.join(SHA256)} in it"
         ) from None

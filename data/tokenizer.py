@@ -32,7 +32,7 @@ def load_tokenizer(name):
     """The tokenizer of `name`: "tiny", a directory with a tokenizer.json, or a hub id such as Qwen/Qwen3-0.6B.
 
     From the hub only tokenizer files are downloaded, with huggingface_hub's cache, progress bar and offline mode.
-    Raises ValueError for a name or directory that has no tokenizer, RuntimeError where the hub cannot be reached.
+    Raises ValueError for a name or directory that has no tokenizer, ConnectionError where the hub cannot be reached.
     """
     name = str(name)
     if name == "tiny":
@@ -64,7 +64,7 @@ def download(repo):
             "(owner/name; private and gated ones need `hf auth login`)"
         ) from None
     except Exception as error:  # every way a network can fail, and the hub's own offline errors
-        raise RuntimeError(
+        raise ConnectionError(
             f"tokenizer {repo!r}: not in the hub's cache and not downloadable now "
             f"({type(error).__name__}); go online once, or give 'tiny' or a directory with a tokenizer.json"
         ) from None

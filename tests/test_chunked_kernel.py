@@ -38,12 +38,12 @@ def inputs(n=N, d=D, v=V, dtype=torch.float64):
 
 def bent(logp, entropy, rows=slice(None)):
     """A sum over tokens that bends in both arguments and treats every token differently."""
-    a = torch.arange(1.0, N + 1)[rows].cos().to(logp)
+    a = torch.arange(1.0, N + 1)[rows][: len(logp)].cos().to(logp)
     return (a * logp.exp() + entropy * logp - a * entropy.square()).sum()
 
 
 def only_logp(logp, entropy, rows=slice(None)):
-    return (torch.arange(1.0, N + 1)[rows].cos().to(logp) * logp.exp()).sum()
+    return bent(logp, 0 * entropy.detach(), rows)
 
 
 def through_door(door, hidden, weight, targets, loss, temperature=1.0, chunk=None):
@@ -158,10 +158,10 @@ def test_log_probs_are_of_the_sampling_temperature():
 @pytest.mark.parametrize("loss", [bent, only_logp])
 @pytest.mark.parametrize("door", ["logprobs", "loss"])
 def test_gradients_are_those_of_finite_differences(door, loss, frozen):
-    hidden, weight, targets = inputs()
+    hidden, weight, targets = inputs(5, 3, 7)
     hidden.requires_grad_(frozen != "hidden")
     weight.requires_grad_(frozen != "weight")
-    f = partial(through_door, door, targets=targets, loss=loss, temperature=0.7, chunk=5)
+    f = partial(through_door, door, targets=targets, loss=loss, temperature=0.7, chunk=2)
     assert torch.autograd.gradcheck(lambda h, w: f(hidden=h, weight=w), (hidden, weight))
 
 
@@ -336,14 +336,13 @@ def test_peak_memory_is_the_chunks_whatever_the_number_of_tokens(door, frozen):
         weight.requires_grad_(not frozen)
 
         def step(factor):
-            hidden.grad = weight.grad = None
             loss = through_door(door, hidden, weight, targets, lambda logp, entropy, rows: logp.sum(), chunk=chunk)
             (factor * loss).backward()
 
         gradients = 4 * d * (n + (0 if frozen else v) + (n if frozen and door == "logprobs" else 0))
         for factor in (1, 0.5):
-            beyond = peak_memory(lambda: step(factor)) - gradients
-            assert budget < beyond < 1.1 * budget
+            hidden.grad = weight.grad = None
+            assert budget < peak_memory(lambda: step(factor)) - gradients < 1.1 * budget
 
 
 def test_peak_memory_of_a_bf16_head_holds_no_second_weight():
@@ -351,12 +350,9 @@ def test_peak_memory_of_a_bf16_head_holds_no_second_weight():
     v, d, chunk = 65536, 64, 8
     hidden, weight, targets = inputs(16, d, v, torch.bfloat16)
     weight.requires_grad_(False)
-    beyond = peak_memory(lambda: chunked_loss(hidden, weight, targets, only_logp_of_16, chunk=chunk)[0].backward())
+    loss = partial(through_door, "loss", hidden, weight, targets, lambda logp, entropy, rows: logp.sum(), chunk=chunk)
+    beyond = peak_memory(lambda: loss().backward())
     assert beyond < 1.1 * (4 * chunk * v + 4 * d * 4096)  # the logits and one tile; all of the weight would be 16 MB more
-
-
-def only_logp_of_16(logp, entropy, rows):
-    return logp.sum()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,7 +378,8 @@ def test_mixed_types_compute_in_fp32_and_return_the_parameters_types(door, h_dty
     for x, reference in ((hidden, H), (weight, W)):
         assert x.grad.dtype == x.dtype
         rounding = 2.0**-8 if x.dtype == torch.bfloat16 else 1e-5
-        assert ((x.grad - reference.grad).abs() <= rounding * reference.grad.abs() + 1e-5).all()
+        largest = reference.grad.abs().max()
+        assert ((x.grad - reference.grad).abs() <= rounding * reference.grad.abs() + 1e-5 * largest).all()
 
 
 @pytest.mark.parametrize("door", ["logprobs", "loss"])
@@ -447,7 +444,7 @@ def test_triton_kernels_in_the_interpreter_equal_the_torch_passes():
     run_python(
         """
 import torch, chunked_kernel as ck
-from tests.test_chunked_kernel import bent, full_logits, inputs, through_door
+from tests.test_chunked_kernel import bent, inputs, through_door
 
 ck.BLOCK = 256
 torch.manual_seed(0)
@@ -469,7 +466,8 @@ for k in (k, None):
     assert ((fp32 - exact).abs() <= 1e-4 * exact.abs() + 1e-6).all()
     buffer = z.clone()
     bf16 = ck._gradient_triton(buffer, y, lse, entropy, g, k, torch.bfloat16)
-    assert bf16.data_ptr() == buffer.data_ptr() and torch.equal(bf16, fp32.bfloat16())
+    assert bf16.data_ptr() == buffer.data_ptr()
+    assert ((bf16 - fp32).abs() <= 2**-7 * fp32.abs()).all()  # the interpreter truncates where a GPU rounds
 
 calls = []
 for name in ("_statistics_triton", "_gradient_triton"):

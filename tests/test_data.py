@@ -284,7 +284,7 @@ def test_a_download_with_another_sha256_is_refused_and_not_kept(mirror):
 def test_without_a_network_one_line_says_what_to_do(mirror):
     content, _, _ = mirror
     content.clear()
-    with pytest.raises(RuntimeError, match="404.*gsm8k:DIRECTORY"):
+    with pytest.raises(ConnectionError, match="404.*gsm8k:DIRECTORY"):
         data.load_data("gsm8k")
 
 

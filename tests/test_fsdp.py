@@ -1,12 +1,8 @@
 """Several real processes on one machine, over gloo: what they compute together is what one computes alone."""
 
-import contextlib
-import dataclasses
-import json
 import multiprocessing
 import os
 import pickle
-import shutil
 import socket
 import subprocess
 import sys
@@ -457,21 +453,101 @@ def test_a_checkpoint_of_another_model_is_refused(world, tmp_path):
 
 def save_for_ever(world, run):
     model, optimizer = start("tied", world)
-    (Path(run) / f"ready{world.rank}").touch()
     for step in range(1, 10_000):
         with torch.no_grad():
             model.model.norm.weight.fill_(step)
         fsdp.save_checkpoint(f"{run}/checkpoints/step_{step}", model, optimizer, {"step": step})
 
 
-def killed_while_saving(tmp_path, after):
-    """Two ranks save and save until both are killed; what is found then is whole and says so."""
+def killed_while_saving(run, after):
+    """Two ranks save and save until both are killed; what is found then is whole: the step it says."""
     with pytest.raises(AssertionError, match="hang"):
-        launch(save_for_ever, 2, str(tmp_path), limit=after)
+        launch(save_for_ever, 2, str(run), limit=after)
     model, optimizer = start("tied", fsdp.World(0, 1, torch.device("cpu")))
-    path = fsdp.latest_checkpoint(tmp_path)
-    if path is None:
-        return 0
-    assert fsdp.load_checkpoint(path, model, optimizer)["step"] == fsdp.step_of(path)
-    assert model.model.norm.weight.unique().tolist() == [fsdp.step_of(path)]
-    return fsdp.step_of(path)
+    path = fsdp.latest_checkpoint(run)
+    step = fsdp.step_of(path) if path else 0
+    if path:
+        assert fsdp.load_checkpoint(path, model, optimizer) == {"step": step}
+        assert model.model.norm.weight.unique().tolist() == [step]
+    return step
+
+
+def test_killed_at_any_moment_what_is_found_is_whole(world, tmp_path):
+    assert max(killed_while_saving(tmp_path / str(i), 1.0 + 0.37 * i) for i in range(4)) > 1
+
+
+@pytest.mark.slow
+def test_killed_at_many_moments_what_is_found_is_whole(world, tmp_path):
+    assert max(killed_while_saving(tmp_path / str(i), 1.0 + 0.1 * i) for i in range(20)) > 1
+
+
+def peak_bytes(run):
+    """The most that was allocated at once while run() ran, by the allocator's own events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def check_export(world, directory):
+    model = load_model("tiny", prepare=lambda model: fsdp.shard(model, world))
+    train(model, fsdp.deal(6, world), steps=1)
+
+    def write(pairs):
+        write_checkpoint(directory, model.config, pairs, torch.float32, shard_bytes=2_000_000)
+
+    peak = peak_bytes(lambda: fsdp.export(model, write))
+    return peak, sum(p.numel() * 4 for p in model.parameters()), weights(model)
+
+
+def test_export_streams_to_rank_0(tmp_path):
+    (_, size, exported), (peak, _, nothing) = launch(check_export, 2, str(tmp_path))
+    assert not nothing and 0 < peak < 0.2 * size, f"rank 1 held {peak} of {size} bytes"
+    assert (tmp_path / "model-00001-of-00003.safetensors").exists()
+    for name, p in load_model(str(tmp_path)).named_parameters():
+        assert torch.equal(p, exported.pop(name)), name
+    assert not exported
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starting and failing
+
+
+def test_bad_values_are_one_clear_line():
+    with pytest.raises(ValueError, match="device 'tpu' is not known; known: cpu, cuda"):
+        fsdp.setup("tpu")
+    with pytest.raises(ValueError, match="mode 'ful' is not known; known: full, hybrid, none"):
+        fsdp.shard(small_model(), fsdp.World(0, 1, torch.device("cpu")), "ful")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_cuda_without_a_gpu_is_one_clear_line():
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        fsdp.setup("cuda")
+
+
+FAILS = """
+import sys, time, fsdp
+world = fsdp.setup("cpu")
+fsdp.all_sum(1)
+if world.rank == 1:
+    raise RuntimeError("the reward function of rank 1 failed")
+fsdp.all_sum(1)
+time.sleep(100)
+"""
+
+
+def test_one_failing_rank_ends_all_with_its_own_error_first(tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    began = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", str(tmp_path / "fails.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode != 0 and time.monotonic() - began < 50
+    errors = [line for line in run.stderr.splitlines() if "Error: " in line]
+    assert "the reward function of rank 1 failed" in errors[0], run.stderr

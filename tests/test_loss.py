@@ -143,6 +143,7 @@ def test_rows_without_a_reward_leave_the_statistics():
     assert combined[0] == 1 and combined[1].isnan() and combined[2] == 32
     assert flat_groups(f64(1, nan, nan, nan, 0, 1), 2).tolist() == [True, True, False]
     close(group_advantages(f64(1, nan, nan, nan, 0, 1).view(6, 1), 2, "normalize_then_sum")[:4], 0, 0, 0, 0)
+    close(group_advantages(f64(nan, nan, 0, 5), 2, "normalize_then_sum"), 0, 0, -0.70701, 0.70701, atol=1e-4)
     metrics = reward_metrics(f64(1, nan, 0, nan).view(2, 2), ["a", "b"], 2)
     assert metrics["reward"] == 0.5 and "rewards/b/mean" not in metrics
 
@@ -423,6 +424,9 @@ def test_entropy_keeps_the_top_share_of_all_tokens():
         keep = entropy_keep(config("dapo", top_entropy_quantile=top), entropy, mask)
         assert torch.equal(keep, entropy >= torch.quantile(entropy, 1 - top))
     assert keep.sum() == 1
+    # 1 - 0.7 is 0.30000000000000004, which dropped every token of entropy 0
+    certain = torch.tensor([[0.0] * 4 + [1.0] * 7])
+    assert entropy_keep(config("dapo", top_entropy_quantile=0.7), certain, mask).all()
     cfg = config("dapo", top_entropy_quantile=0.25)
     threshold = 0.75 * 9  # interpolated between 6 and 7
     keep = entropy_keep(cfg, entropy, mask & (entropy < 10))
@@ -512,8 +516,10 @@ def test_metrics_count_tokens_or_rows():
     assert metrics["clip_ratio/low_mean"] == (low.sum(), mask.sum())
     assert metrics["clip_ratio/high_mean"] == (high.sum(), mask.sum())
     assert metrics["clip_ratio/region_mean"] == (low.sum() + high.sum(), mask.sum())
-    _, _, metrics = loss_and_gradient(config("gspo"), logp, old, None, advantages, mask)
-    assert metrics["clip_ratio/low_mean"][1] == len(mask)
+    far = logp - 0.5 * advantages.sign()[:, None]  # every row is clipped, two on either side
+    _, _, metrics = loss_and_gradient(config("gspo"), logp, far, None, advantages, mask)
+    assert metrics["clip_ratio/low_mean"] == metrics["clip_ratio/high_mean"] == (2, 4)
+    assert metrics["clip_ratio/region_mean"] == (4, 4)
     _, _, metrics = loss_and_gradient(config("cispo"), logp, old, None, advantages, mask)
     assert metrics["cispo_clip_ratio"] == (((w > 0.28) & (advantages[:, None] > 0) & mask).sum(), mask.sum())
 
@@ -713,3 +719,16 @@ def test_check_on_the_command_line(my_loss):
     assert wrong.returncode == 1 and "FAILED" in wrong.stdout and "chunks" in wrong.stdout.splitlines()[-1]
     unknown = check("grop")
     assert unknown.returncode == 1 and unknown.stderr.count("\n") == 1 and "did you mean 'grpo'" in unknown.stderr
+
+
+def test_check_says_when_trl_is_not_there(monkeypatch, capsys):
+    import check_loss
+
+    def nothing(name):
+        raise check_loss.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(check_loss.importlib.metadata, "version", nothing)
+    monkeypatch.setattr(sys, "argv", ["loss.py", "--check", "grpo"])
+    with pytest.raises(SystemExit) as stop:
+        check_loss.main()
+    assert stop.value.code == 0 and "skipped: trl not installed" in capsys.readouterr().out

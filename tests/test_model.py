@@ -204,7 +204,14 @@ def test_rows_on_a_shared_prefix_equal_the_plain_pass_in_fp32():
 def test_prefixes_that_are_all_empty_equal_the_plain_pass():
     model, rows = random_model(QWEN3), torch.tensor([[4, 9, 33], [8, 1, 77]])
     nothing = Prefix(torch.zeros(1, 0, dtype=torch.long), torch.tensor([0]), torch.tensor([0, 0]), torch.tensor([3, 3]))
-    torch.testing.assert_close(model(rows, prefix=nothing), model(rows), atol=1e-12, rtol=0)
+    found = []
+    for prefix in (None, nothing):
+        hidden = model(rows, prefix=prefix).flatten(0, 1)
+        loss_of(hidden, model.lm_head.weight).backward()
+        found.append((hidden, gradients(model)))
+    torch.testing.assert_close(found[1][0], found[0][0], atol=1e-12, rtol=0)
+    for key, grad in found[0][1].items():
+        torch.testing.assert_close(found[1][1][key], grad, atol=1e-10 * grad.abs().max().item(), rtol=1e-10, msg=key)
 
 
 def test_each_prefix_is_read_once_and_padding_never():
@@ -378,7 +385,7 @@ SOME = {"use_sliding_window": True, "sliding_window": 16}
     [
         (golden.CASES["mistral_v5"] | WINDOW, 16),
         (golden.CASES["mistral_v5"] | {"sliding_window": None}, 512),
-        (LLAMA | WINDOW, 512),  # Llama has no such window, whatever its config says
+        (LLAMA | SOME | {"max_window_layers": 0}, 512),  # Llama has no such window, whatever its config says
         (QWEN2 | WINDOW | {"use_sliding_window": False}, 512),
         (QWEN2 | SOME | {"max_window_layers": 1}, 16),  # the layers from this one on slide
         (QWEN2 | SOME | {"max_window_layers": 2}, 512),  # none of the two
