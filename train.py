@@ -115,10 +115,6 @@ class Config:
     print_every: int = 25  # steps between printed samples; 0: never
 
     @property
-    def weights(self) -> list[float]:
-        return [reward.weight for reward in load_rewards(self.rewards)]
-
-    @property
     def loss(self) -> LossConfig:
         return LossConfig(**{f.name: getattr(self, f.name) for f in fields(LossConfig)})
 
@@ -200,7 +196,7 @@ def train(cfg: Config, run: "Run"):
         if cfg.beta:
             with run.reference() as frozen:
                 learner_logprobs(frozen, rows, cfg, "ref_logp")
-        set_advantages(rows, cfg)  # 3  compare within the group
+        set_advantages(rows, cfg, run.weights)  # 3  compare within the group
         described = describe(run, rows)
         for update in range(min(updates, cfg.max_steps - run.step)):  # 4  update
             part = [row for row in rows if row.place // cfg.prompts_per_step == update % cfg.steps_per_generation]
@@ -273,16 +269,16 @@ def score_rows(run: "Run", rows: list[Row], judge: bool = False):
         row.rewards = value
 
 
-def set_advantages(rows: list[Row], cfg: Config):
+def set_advantages(rows: list[Row], cfg: Config, weights: list[float]):
     """Sets each row's advantage; statistics that reach over groups reach over all ranks."""
-    rewards = torch.stack([row.rewards for row in rows]) if rows else torch.zeros(0, len(cfg.weights))  # (B,K)
+    rewards = torch.stack([row.rewards for row in rows]) if rows else torch.zeros(0, len(weights))  # (B,K)
     if cfg.kl_in_reward:
         drift = [kl_penalty(row.old_logp[None], row.ref_logp[None], torch.ones(1, len(row.old_logp))) for row in rows]
-        rewards = combine_rewards(rewards, cfg.weights) - cfg.beta * torch.cat([torch.zeros(0), *drift])  # (B,)
+        rewards = combine_rewards(rewards, weights) - cfg.beta * torch.cat([torch.zeros(0), *drift])  # (B,)
     everyone = [(row.index, row.sample, values) for row, values in zip(rows, rewards.tolist())]
     everyone = sorted(fsdp.gather_objects(everyone), key=lambda entry: entry[:2])
     rewards = torch.tensor([values for _, _, values in everyone])
-    values = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards, cfg.weights if rewards.dim() == 2 else None)
+    values = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards, weights if rewards.dim() == 2 else None)
     mine = {entry[:2]: value for entry, value in zip(everyone, values.tolist())}
     for row in rows:
         row.advantage = mine[row.index, row.sample]
@@ -297,7 +293,7 @@ def describe(run: "Run", rows: list[Row]) -> dict:
     _, _, rewards, lengths, finished, prompts = zip(*facts)
     run.num_tokens += sum(lengths) + sum(prompts)
     ended = [length for length, done in zip(lengths, finished) if done] or [0]
-    metrics = reward_metrics(torch.tensor(rewards), names, cfg.num_generations, cfg.weights) | {
+    metrics = reward_metrics(torch.tensor(rewards), names, cfg.num_generations, run.weights) | {
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
@@ -334,7 +330,7 @@ def evaluate(run: "Run", cfg: Config) -> dict:
         return {}
     names = [reward.name for reward in run.rewards]
     metrics = {f"eval/rewards/{name}/mean": value for name, value in zip(names, greedy[:, :-1].nanmean(0).tolist())}
-    metrics["eval/reward"] = combine_rewards(greedy[:, :-1], cfg.weights).nanmean().item()
+    metrics["eval/reward"] = combine_rewards(greedy[:, :-1], run.weights).nanmean().item()
     metrics["eval/solved"] = (greedy[:, -1] > 0).float().mean().item()
     metrics["eval/mean_length"] = sum(length for _, sampled, _, length in entries if not sampled) / len(greedy)
     if cfg.eval_samples:
@@ -360,6 +356,7 @@ class Run:
         fast_cpu_matmul()
         settings = {"max_completion_length": cfg.max_completion_length}
         self.rewards, self.judge = load_rewards(cfg.rewards, **settings), load_rewards(cfg.solved, **settings)
+        self.weights = [reward.weight for reward in self.rewards]
         place = find_checkpoint(cfg.model)
         self.tokenizer = load_tokenizer(place)
         self.train, test = data.load_data(cfg.data, cfg.seed)
@@ -421,7 +418,7 @@ class Run:
         )
 
     def is_flat(self, group: list[Row]) -> bool:
-        total = combine_rewards(torch.stack([row.rewards for row in group]), self.cfg.weights)
+        total = combine_rewards(torch.stack([row.rewards for row in group]), self.weights)
         return bool(flat_groups(total, len(group))[0])
 
     def log_metric(self, name: str, value: float):

@@ -180,12 +180,13 @@ def test_fp32_is_float64_to_a_part_in_100_000(temperature, chunk):
 
 
 def test_logits_far_from_zero_lose_no_digits():
-    """exp(300) is infinite in fp32, and a log-sum-exp of 300 has a spacing of 3e-5: only differences may be used."""
-    hidden, weight, targets = inputs(dtype=torch.float32)
-    logp, entropy = chunked_logprobs(*(x.detach() for x in (hidden, weight)), targets)
-    far = torch.cat([hidden.detach(), torch.ones(N, 1)], 1), torch.cat([weight.detach(), torch.full((V, 1), 256.0)], 1)
-    far_logp, far_entropy = chunked_logprobs(*far, targets)
-    assert (logp - far_logp).abs().max() < 5e-5 and (entropy - far_entropy).abs().max() < 5e-5
+    """exp(300) is infinite in fp32, and a log-sum-exp near 300 is rounded to 3e-5: only differences may be used. In
+    quarters, so that the logits themselves are exact at either place."""
+    hidden, weight, targets = (x.detach() for x in inputs(dtype=torch.float32))
+    hidden, weight = ((4 * x).round() / 4 for x in (hidden, weight))
+    far = torch.cat([hidden, torch.ones(N, 1)], 1), torch.cat([weight, torch.full((V, 1), 300.0)], 1)
+    for ours, theirs in zip(chunked_logprobs(*far, targets), chunked_logprobs(hidden, weight, targets)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 VARIANTS = [name for name in LOSSES if is_pointwise(LossConfig(loss_type=name))]
@@ -498,14 +499,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import chunked_kernel as ck
 
-ROWS = {"lse": "*fp32", "entropy": "*fp32"}
 STATISTICS = {"z": "*fp32", "targets": "*i64", "logp": "*fp32", "entropy": "*fp32", "lse": "*fp32", "V": "i32"}
-KERNELS = [(ck._statistics_kernel, STATISTICS, {})]
-for out in ("*fp32", "*bf16"):
-    for has_k in (False, True):
-        signature = {"z": "*fp32", "out": out, "targets": "*i64", "lse": "*fp32", "entropy": "*fp32", "g": "*fp32",
-                     "k": "*fp32", "V": "i32", "out_stride": "i32"}
-        KERNELS.append((ck._gradient_kernel, signature, {"HAS_K": has_k}))
+GRADIENT = {"z": "*fp32", "out": "*fp32", "targets": "*i64", "lse": "*fp32", "entropy": "*fp32", "g": "*fp32",
+            "k": "*fp32", "V": "i32", "out_stride": "i32"}
+KERNELS = [(ck._statistics_kernel, STATISTICS, {}), (ck._gradient_kernel, GRADIENT, {"HAS_K": False}),
+           (ck._gradient_kernel, GRADIENT | {"out": "*bf16"}, {"HAS_K": True})]
 
 for capability, arch in ((80, "sm_80"), (90, "sm_90a")):
     for fn, signature, constants in KERNELS:
@@ -524,4 +522,4 @@ for capability, arch in ((80, "sm_80"), (90, "sm_90a")):
 """
     )
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    assert spills == [("0", "0", "0")] * 10
+    assert spills == [("0", "0", "0")] * 6
