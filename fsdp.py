@@ -24,6 +24,7 @@ import re
 import shutil
 import sys
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -81,9 +83,12 @@ def setup(device: str | None = None, timeout: float = 600.0) -> World:
 
 def shutdown():
     """Collective: leave together, at the end of a run that went well. After an error just exit: torchrun ends the rest."""
+    global saving_group
+    wait_for_save()
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+        saving_group = None
 
 
 def alone() -> bool:
@@ -94,9 +99,9 @@ def is_first() -> bool:
     return alone() or dist.get_rank() == 0
 
 
-def barrier():
+def barrier(group=None):
     if not alone():
-        dist.barrier()
+        dist.barrier(group)
 
 
 def all_sum(x):
@@ -112,12 +117,12 @@ def all_sum(x):
     return total.item()
 
 
-def gather_objects(items: list) -> list:
+def gather_objects(items: list, group=None) -> list:
     """Collective. Lists of Python objects -> the lists of all ranks one after the other, in rank order, on every rank."""
     if alone():
         return items
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, items)
+    dist.all_gather_object(parts, items, group)
     return [item for part in parts for item in part]
 
 
@@ -226,14 +231,23 @@ def clip_grad_norm(model, max_norm: float) -> float:
 # Checkpoints: run_dir/checkpoints/step_000100/ holds torch.distributed.checkpoint's shards, trainer_state.json, and
 # checksums.json, written last, with a checksum of every other file (torch.load does not notice a flipped bit).
 
+SAVER = ThreadPoolExecutor(1)
+COPY = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+saving: Future | None = None  # the save that goes on in the background
+saving_group = None
 
-def save_checkpoint(directory, model, optimizer, state: dict, keep: int = 2):
+
+def save_checkpoint(directory, model, optimizer, state: dict, keep: int = 2, background: bool = False):
     """Collective. Saves trainable parameters, optimizer state and `state` (what JSON can say) as `directory`, step_N.
 
     Written under a temporary name, synced to disk, and renamed once every rank's part is there: what has its name is
     whole. Then all but the `keep` newest are removed, and any of a later step, which this run has gone back behind.
     Frozen parameters are not saved: they come again from where they came from. Persistent buffers are.
+    background  returns once everything is copied to CPU memory, and writes while training goes on. The next save and
+                shutdown wait for it; they raise what went wrong.
     """
+    global saving, saving_group
+    wait_for_save()
     directory = Path(directory)
     unfinished = directory.with_name(directory.name + ".tmp")
     if is_first():
@@ -243,9 +257,21 @@ def save_checkpoint(directory, model, optimizer, state: dict, keep: int = 2):
     barrier()
     names = {p: name for name, p in model.named_parameters()}
     moments = {f"{key}.{names[p]}": value for p, values in optimizer.state.items() for key, value in values.items()}
-    dcp.save({"model": own_tensors(model), "optimizer": moments}, storage_writer=dcp.FileSystemWriter(unfinished))
-    rank = 0 if alone() else dist.get_rank()
-    checksums = gather_objects([(path.name, checksum(path)) for path in unfinished.glob(f"__{rank}_*")])
+    tensors, writer = {"model": own_tensors(model), "optimizer": moments}, dcp.FileSystemWriter(unfinished)
+    if not background:
+        dcp.save(tensors, storage_writer=writer)
+        commit(unfinished, directory, state, keep)
+        return
+    if saving_group is None:  # its messages must not mix with those of training
+        saving_group = dist.new_group(backend="gloo")
+    written = dcp.async_save(tensors, storage_writer=writer, process_group=saving_group, async_stager=DefaultStager(COPY))
+    saving = SAVER.submit(lambda: (written.result(), commit(unfinished, directory, state, keep, saving_group)))
+
+
+def commit(unfinished: Path, directory: Path, state: dict, keep: int, group=None):
+    """What turns written shards into a checkpoint: checksums, the trainer's state, and the name."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    checksums = gather_objects([(path.name, checksum(path)) for path in unfinished.glob(f"__{rank}_*")], group)
     if is_first():
         write_json(unfinished / "trainer_state.json", state)
         checksums += [(name, checksum(unfinished / name)) for name in (".metadata", "trainer_state.json")]
@@ -258,7 +284,15 @@ def save_checkpoint(directory, model, optimizer, state: dict, keep: int = 2):
         earlier = [path for path in newest_first(directory.parent) if step_of(path) <= step_of(directory)]
         for path in set(newest_first(directory.parent)) - set(earlier[:keep]):
             retire(path)
-    barrier()
+    barrier(group)
+
+
+def wait_for_save():
+    """Until a save in the background is done; raises what went wrong in it."""
+    global saving
+    if saving is not None:
+        done, saving = saving, None
+        done.result()
 
 
 def own_tensors(model) -> dict:
@@ -275,20 +309,9 @@ def load_checkpoint(directory, model, optimizer) -> dict:
     """
     directory = Path(directory)
     reader = dcp.FileSystemReader(directory)
-    tensors, moments = own_tensors(model), {}
-    names = {p: name for name, p in model.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = {names[p]: {} for p in parameters}
-    shapes = {}
-    for key, entry in reader.read_metadata().state_dict_metadata.items():
-        part, name = key.split(".", 1)
-        if part == "model":
-            shapes[name] = entry.size
-            continue
-        kind, name = name.split(".", 1)
-        p, dtype = model.get_parameter(name), entry.properties.dtype
-        like = torch.empty_like(p, dtype=dtype, requires_grad=False) if entry.size == p.shape else torch.empty(entry.size, dtype=dtype)
-        moments[f"{kind}.{name}"] = states[name][kind] = like
+    saved = reader.read_metadata().state_dict_metadata
+    tensors = own_tensors(model)
+    shapes = {key.removeprefix("model."): entry.size for key, entry in saved.items() if key.startswith("model.")}
     differing = [name for name in sorted(shapes.keys() | tensors.keys())
                  if name not in tensors or shapes.get(name) != tensors[name].shape]  # fmt: skip
     if differing:
@@ -296,9 +319,17 @@ def load_checkpoint(directory, model, optimizer) -> dict:
             f"{directory} was saved from another model: {len(differing)} tensors are missing here or there or differ in "
             f"shape, the first is {differing[0]}"
         )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments, states = {}, {p: {} for p in parameters}
+    for key, entry in saved.items():
+        if key.startswith("optimizer."):
+            _, kind, name = key.split(".", 2)
+            p, dtype = model.get_parameter(name), entry.properties.dtype
+            empty = torch.empty_like(p, dtype=dtype) if entry.size == p.shape else torch.empty(entry.size, dtype=dtype)
+            moments[f"{kind}.{name}"] = states[p][kind] = empty.detach()
     dcp.load({"model": tensors, "optimizer": moments}, storage_reader=reader)
     optimizer.load_state_dict({
-        "state": {i: states[names[p]] for i, p in enumerate(parameters) if states[names[p]]},
+        "state": {i: states[p] for i, p in enumerate(parameters) if states[p]},
         "param_groups": optimizer.state_dict()["param_groups"],
     })  # fmt: skip
     return json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))

@@ -80,10 +80,11 @@ def cut(rows: list[Row], cfg) -> list[list[Row]]:
         prompt = len(group[0].problem["prompt_ids"])
         for i, row in enumerate(group):
             whole = prompt + sum(len(r.completion.tokens) for r in group) if i == 0 else 0
-            cost = len(row.completion.tokens) + (0 if i and cfg.shared_prefix else prompt)
+            shared = i > 0 and cfg.shared_prefix
+            cost = len(row.completion.tokens) + (0 if shared else prompt)
             if not batches or cost > room or (room < whole <= cfg.micro_batch_tokens):
                 batches.append([])
-                room = cfg.micro_batch_tokens
+                room = cfg.micro_batch_tokens - (prompt if shared else 0)  # what a split group goes on with in the next
             batches[-1].append(row)
             room -= cost
     most = max(fsdp.gather_objects([len(batches)]))
@@ -94,7 +95,8 @@ def pack(rows: list[Row], cfg, device) -> MicroBatch:
     """A row's input is its prompt's last token and all completion tokens but the last, so that position t predicts
     completion token t; the rest of the prompt is its group's prefix, or with shared_prefix off stands before it."""
     if not rows:  # one token that counts for nothing: the same forward and backward, a gradient of zero
-        rows = [Row({"prompt_ids": [0]}, -1, 0, Completion([0], [0.0], True), "", counts=False)]
+        zero = torch.zeros(1)
+        rows = [Row({"prompt_ids": [0]}, -1, 0, Completion([0], [0.0], True), "", counts=False, old_logp=zero, ref_logp=zero, keep=zero)]
     prompts = {row.index: row.problem["prompt_ids"] for row in rows}
     place = {index: i for i, index in enumerate(prompts)}
     lengths = torch.tensor([len(row.completion.tokens) for row in rows])

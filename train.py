@@ -116,7 +116,8 @@ class Config:
 
     @property
     def loss(self) -> LossConfig:
-        return LossConfig(**{f.name: getattr(self, f.name) for f in fields(LossConfig)})
+        knobs = {f.name: getattr(self, f.name) for f in fields(LossConfig)}
+        return LossConfig(**knobs | ({"beta": 0.0} if self.kl_in_reward else {}))
 
 
 PRESETS = {
@@ -149,6 +150,8 @@ def config_from(argv) -> Config:
 def complete(cfg: Config):
     """Fills what depends on other knobs, and refuses what cannot work."""
     task = cfg.data.partition(":")[0]
+    if not task.endswith(".jsonl"):
+        check_choice("data", task, (*TASKS, "FILE.jsonl"))
     rewards, solved = TASKS.get(task, (None, None))
     cfg.rewards = cfg.rewards or rewards
     if cfg.rewards is None:
@@ -167,8 +170,15 @@ def complete(cfg: Config):
                  "steps_per_generation", "micro_batch_tokens", "max_prompt_length", "chunk_bytes", "kv_bytes"):  # fmt: skip
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name} is {getattr(cfg, name)}, but must be at least 1")
+    for name in ("dynamic_sampling", "eval_every", "eval_problems", "eval_samples", "save_every", "print_every"):
+        if getattr(cfg, name) < 0:
+            raise ValueError(f"--{name} is {getattr(cfg, name)}, but must be at least 0")
     if cfg.temperature <= 0:
         raise ValueError(f"--temperature is {cfg.temperature}, but training needs one above 0: greedy groups are all alike")
+    if cfg.kl_in_reward and not cfg.beta:
+        raise ValueError("--kl_in_reward takes beta · KL off the rewards, but --beta is 0")
+    if cfg.loss_type == "vespo" and cfg.sampler_correction != "none":
+        raise ValueError("--loss_type vespo weighs whole sequences itself and takes no --sampler_correction")
     if cfg.kl_in_reward and cfg.scale_rewards == "normalize_then_sum":
         raise ValueError("--kl_in_reward changes the summed reward, which --scale_rewards normalize_then_sum does not form")
     cfg.loss  # checks the loss's own names
@@ -257,8 +267,7 @@ def score_rows(run: "Run", rows: list[Row], judge: bool = False):
     """Sets row.rewards, one value a reward function (and, to judge, the one that says whether an answer is right)."""
     if not rows:
         return
-    chat = not isinstance(rows[0].problem["prompt"], str)
-    texts = [[{"role": "assistant", "content": row.text}] if chat else row.text for row in rows]
+    texts = [row.text if isinstance(row.problem["prompt"], str) else [{"role": "assistant", "content": row.text}] for row in rows]
     columns = {name: [row.problem[name] for row in rows] for name in rows[0].problem if name not in ("prompt", "prompt_ids")}
     values = score(
         run.rewards + run.judge * judge, [row.problem["prompt"] for row in rows], texts, [row.completion.tokens for row in rows], columns,
@@ -301,7 +310,9 @@ def describe(run: "Run", rows: list[Row]) -> dict:
         "completions/mean_terminated_length": sum(ended) / len(ended),
         "num_tokens": run.num_tokens,
     }
-    for name, values in sorted(fsdp.gather_objects(list(run.user_metrics.items()))):
+    logged = fsdp.gather_objects([(name, value) for name, values in run.user_metrics.items() for value in values])
+    for name in dict.fromkeys(name for name, _ in logged):
+        values = [value for other, value in logged if other == name]
         metrics[name] = sum(values) / len(values)
     entries = [
         {"step": run.step + 1, "prompt": row.problem["prompt"], "completion": row.text,
