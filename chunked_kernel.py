@@ -265,18 +265,21 @@ def _addmm(out, a, b, beta=1, alpha=1.0):
 
 def _cached_rows(z):
     """Blocks of rows whose scratch stays in cache (4 MB) and adds nothing to speak of to the buffer's size."""
-    yield from _slices(len(z), max(1, min(2**20 // z.shape[1], len(z) // 32)))
+    return list(_slices(len(z), max(1, min(2**20 // z.shape[1], len(z) // 32))))
 
 
 def _statistics_torch(z, targets):
     """z (C, V), targets (C,) -> logp, entropy, lse (C,). Everything is relative to the row's maximum, so that large logits
     lose no digits: logp = (z_y - max) - log S,  H = log S - A/S  with S = sum e^(z - max), A = sum e^(z - max) (z - max)."""
     logp, entropy, lse = torch.empty(3, len(z), dtype=z.dtype, device=z.device)
-    for rows in _cached_rows(z):
+    blocks = _cached_rows(z)
+    scratch = z.new_empty(2, max(rows.stop - rows.start for rows in blocks), z.shape[1])
+    for rows in blocks:
+        shifted, e = scratch[:, : rows.stop - rows.start]
         top = z[rows].amax(-1, keepdim=True)
-        shifted = z[rows] - top
-        e = shifted.exp()
-        S, A = e.sum(-1), e.mul_(shifted).sum(-1)
+        torch.sub(z[rows], top, out=shifted)
+        S = torch.exp(shifted, out=e).sum(-1)
+        A = e.mul_(shifted).sum(-1)
         logp[rows] = shifted.gather(1, targets[rows, None]).squeeze(1) - S.log()
         entropy[rows] = S.log() - A / S
         lse[rows] = top.squeeze(1) + S.log()

@@ -33,7 +33,7 @@ def parse_flags(config_class, argv) -> dict:
             raise ValueError(f"unknown argument {word!r}{hint} (--help lists all)")
         if not has_value:
             alone = known[name] == "bool" and (not words or words[0].startswith("--"))
-            if not alone and not words:
+            if not alone and (not words or words[0].startswith("--")):
                 raise ValueError(f"--{name} needs a value ({known[name]})")
             value = "true" if alone else words.pop(0)
         value = parse_value(name, known[name], value)

@@ -39,11 +39,11 @@ class Journal:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
             for name in ("metrics.jsonl", "samples.jsonl"):
-                lines = self.read(name)
-                kept = [entry for entry in lines if step and entry["step"] <= step]
-                if lines:
-                    (directory / name).unlink()
-                    self.append(name, kept)
+                if (directory / name).exists():
+                    kept = [entry for entry in self.read(name) if step and entry["step"] <= step]
+                    (directory / "kept.tmp").unlink(missing_ok=True)
+                    self.append("kept.tmp", kept)
+                    (directory / "kept.tmp").replace(directory / name)  # at once: a kill here must not lose the log
 
     def read(self, name: str) -> list[dict]:
         """The objects of a .jsonl file; a half-written last line is passed over."""

@@ -8,6 +8,8 @@ term or a weight is (loss.py), how a head avoids holding all logits (chunked_ker
 
     B rows (completions), P prompts, R tokens of the longest completion, N completion tokens that count, D width,
     V vocabulary, K reward functions; `cfg` is train.py's Config
+
+Try it:  pytest tests/test_learner.py
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class Row:
     completion: Completion
     text: str
     rewards: torch.Tensor | None = None  # (K,)
+    extra: dict | None = None  # what reward functions logged beside it
     advantage: float = 0.0
     place: int = 0  # of its group in the rollout, over all ranks
     counts: bool = True  # False: its tokens are masked
@@ -96,7 +99,8 @@ def pack(rows: list[Row], cfg, device) -> MicroBatch:
     completion token t; the rest of the prompt is its group's prefix, or with shared_prefix off stands before it."""
     if not rows:  # one token that counts for nothing: the same forward and backward, a gradient of zero
         zero = torch.zeros(1)
-        rows = [Row({"prompt_ids": [0]}, -1, 0, Completion([0], [0.0], True), "", counts=False, old_logp=zero, ref_logp=zero, keep=zero)]
+        rows = [Row({"prompt_ids": [0]}, -1, 0, Completion([0], [0.0], True), "", counts=False,
+                    old_logp=zero, ref_logp=zero, keep=zero)]  # fmt: skip
     prompts = {row.index: row.problem["prompt_ids"] for row in rows}
     place = {index: i for i, index in enumerate(prompts)}
     lengths = torch.tensor([len(row.completion.tokens) for row in rows])

@@ -6,8 +6,8 @@ W is frozen, A starts Kaiming-uniform and B at zero, so a fresh adapter changes 
 switched off is the model that training started from: KL needs no second copy of the weights.
 LoRA: Hu et al., arXiv:2106.09685. rsLoRA: Kalajdzievski, arXiv:2312.03732.
 
-QLoRA (Dettmers et al., arXiv:2305.14314) keeps W in NF4: each block of 64 weights is divided by its absmax and rounded to
-one of 16 quantiles of a normal distribution; the absmax are themselves stored in 8 bits, in blocks of 256. Together
+QLoRA (Dettmers et al., arXiv:2305.14314) keeps W in NF4: each block of 64 weights is divided by its absmax and rounded
+to one of 16 quantiles of a normal distribution; the absmax are themselves stored in 8 bits, in blocks of 256. Together
 4 + 8/64 + 32/(64·256) = 4.127 bits, or 0.516 bytes, a weight.
 
 Lives here: adapters added, switched off, merged, and saved and loaded in PEFT's format; NF4 linears and their kernel.
@@ -100,24 +100,25 @@ def dequantise_nf4(codes, scale_codes, scale_absmax, scale_mean, shape, dtype):
     if codes.is_cuda and triton is not None:
         return dequantise_triton(codes, scale_codes, scale_absmax, scale_mean, shape, dtype)
     nf4, dynamic = code_books(codes.device)
-    absmax = dynamic.index_select(0, scale_codes.int()) * scale_absmax.repeat_interleave(256)[: len(scale_codes)] + scale_mean
+    absmax = dynamic.index_select(0, scale_codes.int())
+    absmax = absmax * scale_absmax.repeat_interleave(256)[: len(absmax)] + scale_mean
     pairs = torch.cartesian_prod(nf4, nf4)  # (256,2): both weights of a byte at one look, moved as one 8-byte number
     blocks = pairs.view(torch.float64)[:, 0].index_select(0, codes.int()).view(torch.float32).view(-1, 64)
-    blocks = blocks.mul_(absmax[:, None])
-    return blocks.flatten()[: math.prod(shape)].view(shape).to(dtype)
+    return blocks.mul_(absmax[:, None]).flatten()[: math.prod(shape)].view(shape).to(dtype)
 
 
 if triton is not None:
 
     @triton.jit
     def dequantise_kernel(out, codes, scale_codes, scale_absmax, scale_mean, nf4, dynamic, n, BYTES: tl.constexpr):
-        at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)  # of bytes: two weights each, 32 a block
-        byte = tl.load(codes + at, at * 2 < n, other=0).to(tl.int32)
-        block = at // 32
-        code = tl.load(scale_codes + block, at * 2 < n, other=0).to(tl.int32)
-        absmax = tl.load(dynamic + code) * tl.load(scale_absmax + block // 256, at * 2 < n, other=0) + tl.load(scale_mean)
+        start = tl.program_id(0).to(tl.int64) * BYTES
+        at = start + tl.arange(0, BYTES)  # bytes: two weights each, 32 a block
+        block, inside = at // 32, at * 2 < n
+        byte = tl.load(codes + at, inside, other=0).to(tl.int32)
+        scale = tl.load(dynamic + tl.load(scale_codes + block, inside, other=0).to(tl.int32))
+        absmax = scale * tl.load(scale_absmax + block // 256, inside, other=0) + tl.load(scale_mean)
         weights = tl.interleave(tl.load(nf4 + (byte >> 4)) * absmax, tl.load(nf4 + (byte & 15)) * absmax)
-        to = tl.program_id(0).to(tl.int64) * BYTES * 2 + tl.arange(0, BYTES * 2)
+        to = start * 2 + tl.arange(0, BYTES * 2)
         tl.store(out + to, weights.to(out.dtype.element_ty), to < n)
 
 
@@ -157,16 +158,8 @@ class NF4Linear(nn.Linear):
         """Turns a plain linear into this class, in place; on the meta device, values come later by `load_tensor`."""
         weight = linear._parameters.pop("weight")
         linear.__class__, linear.dtype = NF4Linear, weight.dtype
-        blocks, device = math.ceil(weight.numel() / 64), weight.device
-        for name, size, dtype in [
-            ("codes", (32 * blocks,), torch.uint8),
-            ("scale_codes", (blocks,), torch.uint8),
-            ("scale_absmax", (math.ceil(blocks / 256),), torch.float32),
-            ("scale_mean", (), torch.float32),
-        ]:
-            linear.register_buffer(name, torch.empty(size, dtype=dtype, device=device), persistent=False)
-        if device.type != "meta":
-            linear.load_tensor("weight", weight)
+        for name, values in zip(("codes", "scale_codes", "scale_absmax", "scale_mean"), quantise_nf4(weight)):
+            linear.register_buffer(name, values, persistent=False)
 
     def quantised(self):
         return self.codes, self.scale_codes, self.scale_absmax, self.scale_mean
@@ -202,7 +195,7 @@ class LoraLinear(nn.Linear):
     def adapt(self, r: int, alpha: float, rslora: bool, dropout: float):
         self.r, self.alpha, self.rslora, self.dropout = r, alpha, rslora, dropout
         self.scale = alpha / (math.sqrt(r) if rslora else r)
-        device = next(self.buffers()).device if isinstance(self, NF4Linear) else self.weight.device
+        device = (self.codes if isinstance(self, NF4Linear) else self.weight).device
         self.lora_A = nn.Parameter(torch.empty(r, self.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, r, dtype=torch.float32, device=device))
         self.register_buffer("start_A", None)
@@ -227,9 +220,7 @@ class LoraLinear(nn.Linear):
         assign(self.lora_B, B)
 
     def factors(self):
-        """(A, B) of the adapter that is on, or None."""
-        pairs = {"on": (self.lora_A, self.lora_B), "start": (self.start_A, self.start_B), "off": None}
-        return pairs[self.mode]
+        return (self.start_A, self.start_B) if self.mode == "start" else (self.lora_A, self.lora_B)
 
     def fold(self, dtype):
         """W + s B A as a new tensor, computed in fp32 (fp64 for fp64 weights) and rounded once."""
@@ -239,7 +230,7 @@ class LoraLinear(nn.Linear):
             raise ValueError("merging needs whole weights, but these are sharded: merge inside fsdp.unsharded(model)")
         weight = self.weight.detach()
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        if self.factors() is not None:
+        if self.mode != "off":
             A, B = (x.detach().to(weight.dtype) for x in self.factors())
             weight = torch.addmm(weight, B, A, alpha=self.scale)
         return weight.to(dtype)
@@ -298,22 +289,25 @@ def linears(model, kind=nn.Linear) -> dict[str, nn.Linear]:
 
 def match_targets(names, targets) -> list[str]:
     """The linears that targets name: a list of names, each the last components of a linear's ("q_proj",
-    "self_attn.q_proj"), a regular expression for whole names, or "all-linear". ValueError where one matches nothing."""
+    "self_attn.q_proj"), a regular expression for whole names, or "all-linear". ValueError if one matches nothing."""
     there = sorted({name.split(".")[-1] for name in names})
     if targets == "all-linear":
         return list(names)
     if isinstance(targets, str):
         matched = [name for name in names if re.fullmatch(targets, name)]
         if not matched:
-            raise ValueError(f"targets: the regular expression {targets!r} matches no linear's whole name, such as "
-                             f"{next(iter(names), None)!r}; last components (as a list): {', '.join(there)}")  # fmt: skip
+            raise ValueError(
+                f"targets: the regular expression {targets!r} matches no linear's whole name, such as "
+                f"{next(iter(names), None)!r}; a list of last components may name: {', '.join(there)}"
+            )
         return matched
     for target in targets:
         if not any(is_tail(target, name) for name in names):
             close = difflib.get_close_matches(target, there, n=1)
-            why = " (the head is called with its weight and takes no adapter)" if target == "lm_head" else ""
-            raise ValueError(f"targets: {target!r} matches no linear{why}"
-                             + (f"; did you mean {close[0]!r}?" if close else "") + f"; known: {', '.join(there)}")  # fmt: skip
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            if target == "lm_head":
+                hint = " (the head is called with its weight and takes no adapter)"
+            raise ValueError(f"targets: {target!r} matches no linear{hint}; known: {', '.join(there)}")
     matched = [name for name in names if any(is_tail(target, name) for target in targets)]
     if not matched:
         raise ValueError(f"targets is empty: nothing would be trained; known: {', '.join(there)}")
@@ -326,14 +320,11 @@ def is_tail(target: str, name: str) -> bool:
 
 def by_pattern(label: str, pattern: dict, names, default) -> dict:
     """name -> the value of the first key of pattern that matches the end of the name, as PEFT reads them."""
-    values = {}
-    for name in names:
-        keys = [key for key in pattern if re.match(rf"(.*\.)?({key})$", name)]
-        values[name] = pattern[keys[0]] if keys else default
-    for key in pattern:
-        if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):
+    matches = {key: [name for name in names if re.match(rf"(.*\.)?({key})$", name)] for key in pattern}
+    for key, matched in matches.items():
+        if not matched:
             raise ValueError(f"{label}: {key!r} matches none of the targeted linears, such as {names[0]!r}")
-    return values
+    return {name: next((pattern[key] for key in pattern if name in matches[key]), default) for name in names}
 
 
 def add_lora(model, r=16, alpha=32, targets=DEFAULT, dropout=0.0, rslora=False, base="keep", *,
@@ -450,7 +441,7 @@ def save_adapter(model, directory):
         raise ValueError("save_adapter: the model has no adapters")
     tensors = {}
     for name, module in modules.items():
-        A, B = module.factors() if module.mode == "start" else (module.lora_A, module.lora_B)
+        A, B = module.factors()
         tensors[f"{PREFIX}{name}.lora_A.weight"] = gather(A).contiguous()
         tensors[f"{PREFIX}{name}.lora_B.weight"] = gather(B).contiguous()
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -573,7 +564,7 @@ def main():
     parser.add_argument("--model", required=True, help="the base: an alias, a directory or a hub id")
     parser.add_argument("--adapter", required=True, help="a directory with PEFT's two files")
     parser.add_argument("--out", required=True, help="the directory to write")
-    parser.add_argument("--base", choices=["keep", "nf4"], default="keep", help="fold into the base as it is, or as NF4")
+    parser.add_argument("--base", choices=["keep", "nf4"], default="keep", help="fold into the base, or into its NF4")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="of the result; bfloat16 is half the size, and loses the smallest changes")  # fmt: skip
     args = parser.parse_args()

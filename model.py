@@ -7,7 +7,7 @@ RMSNorm: Zhang and Sennrich, arXiv:1910.07467. RoPE: Su et al., arXiv:2104.09864
 SwiGLU: Shazeer, arXiv:2002.05202. The four families differ in biases, in Qwen3's norm of queries and keys, and in how
 their config.json spells things; nothing else.
 
-Lives here: config.json -> Transformer, and safetensors in and out. Not here: the KV cache (sample.py owns one and passes
+Lives here: config.json -> Transformer, and safetensors in and out. Not here: the KV cache (sample.py owns it and passes
 it in), what happens to logits (`forward` hands hidden states and the head's weight to `head`), adapters, sharding.
 
     B sequences, T tokens, P prefixes, S tokens of a prefix, D width, V vocabulary
@@ -45,14 +45,14 @@ ALIASES = {repo.split("/")[1].lower(): repo for repo in (
 # A million parameters in Qwen3's style; its 98 tokens are the character tokenizer's of data/tokenizer.py.
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 98, "hidden_size": 128,
-    "intermediate_size": 384, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-    "attention_bias": False, "hidden_act": "silu", "pad_token_id": 0, "eos_token_id": 1,
+    "intermediate_size": 384, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 8192,
+    "tie_word_embeddings": True, "attention_bias": False, "hidden_act": "silu", "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 
 TOKENIZER_FILES = [
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 ]  # fmt: skip
 
 
@@ -126,8 +126,8 @@ def read_rope(raw: dict) -> tuple[float, dict | None]:
     theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError("config.json: partial_rotary_factor other than 1 is not supported")
-    needed = {"default": [], "linear": ["factor"],
-              "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}  # fmt: skip
+    llama3 = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    needed = {"default": [], "linear": ["factor"], "llama3": llama3}
     if kind not in needed:
         raise ValueError(f"config.json: RoPE scaling {kind!r} is not supported; known: {', '.join(needed)}")
     if missing := [key for key in needed[kind] if key not in rope]:
@@ -142,8 +142,8 @@ def exact_length(raw: dict) -> int:
     length = raw.get("max_position_embeddings") or {"llama": 2048, "mistral": 131072}.get(kind, 32768)
     slides = kind == "mistral"
     if kind in ("qwen2", "qwen3") and raw.get("use_sliding_window", False):
-        first = raw.get("max_window_layers", 28)
-        slides = "sliding_attention" in raw["layer_types"] if raw.get("layer_types") else first < raw["num_hidden_layers"]
+        kinds, first = raw.get("layer_types"), raw.get("max_window_layers", 28)
+        slides = "sliding_attention" in kinds if kinds else first < raw["num_hidden_layers"]
     window = raw.get("sliding_window", 4096)
     return min(length, window) if slides and window else length
 
@@ -274,8 +274,8 @@ class Packed:
         prefix_start = torch.arange(self.S, device=device).expand(self.P, self.S)
         self.positions = torch.cat([prefix_start.flatten()[self.prefix_at], row_start.flatten()[self.row_at]])[None]
         causal = torch.ones(self.T, self.T, dtype=torch.bool, device=device).tril()
-        self.mask = torch.cat([in_prefix[prefix.rows][:, None].expand(-1, self.T, -1), causal.expand(self.B, -1, -1)], 2)
-        self.mask = self.mask[:, None]  # (B,1,T,S+T)
+        seen = in_prefix[prefix.rows][:, None].expand(-1, self.T, -1)  # (B,T,S)
+        self.mask = torch.cat([seen, causal.expand(self.B, -1, -1)], 2)[:, None]  # (B,1,T,S+T)
 
     def pad(self, x, at, rows, length):  # (n,heads,d) -> (rows,length,heads,d)
         return x.new_zeros(rows * length, *x.shape[1:]).index_copy(0, at, x).view(rows, length, *x.shape[1:])
@@ -340,7 +340,7 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens, *, cache=None, prefix: Prefix | None = None, head: Callable | None = None):
-        """tokens (B,T) right-padded -> hidden states (B,T,D) after the last norm, or what `head(hidden, weight)` returns.
+        """tokens (B,T) right-padded -> hidden (B,T,D) after the last norm, or what `head(hidden, weight)` returns.
 
         head    called with lm_head.weight (V,D) inside this forward, where a sharded model has it gathered.
         cache   owns the keys and values of earlier tokens: `cache.positions(tokens)` -> (B,T), and
@@ -432,15 +432,16 @@ def find_checkpoint(name: str) -> str:
         files = ["config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
         return snapshot_download(repo, allow_patterns=files)
     except GatedRepoError:
-        raise RuntimeError(f"{repo} asks for its licence to be accepted on its hub page, then `hf auth login`") from None
+        raise RuntimeError(f"{repo!r}: accept its licence on its hub page, then run `hf auth login`") from None
     except RepositoryNotFoundError:
-        raise RuntimeError(f"neither a directory here nor a hub model that you may see is named {repo!r}: check the name, "
-                           "or `hf auth login`") from None  # fmt: skip
+        raise RuntimeError(
+            f"{repo!r} is no directory here and no hub model that you may see: check the name, or run `hf auth login`"
+        ) from None
     except Exception as error:  # every way a network can fail, the hub's own offline errors, a full disk
         why = getattr(error, "strerror", None) or type(error).__name__
         raise RuntimeError(
-            f"{repo!r} is no directory here, not in the cache and cannot be downloaded ({why}): connect to the network, or "
-            f"run `hf download {repo}` where there is one and copy the cache, or pass --model DIRECTORY"
+            f"{repo!r} is no directory here, not in the cache and cannot be downloaded ({why}): connect to the network "
+            f"or run `hf download {repo}` where there is one and copy the cache, or pass --model DIRECTORY"
         ) from None
 
 
@@ -518,14 +519,23 @@ def load_model(name: str, *, device="cpu", dtype=torch.float32, prepare: Callabl
 
 
 def check_tensors(place: str, wanted: dict, tensors: dict):
-    missing = [key for key in wanted if key not in tensors]
+    """ValueError that names what is missing, unexpected or misshapen among the tensors of a checkpoint."""
+    found = {key: tuple(tensor.get_shape()) for key, tensor in tensors.items()}
     ignored = {"lm_head.weight"} - set(wanted)  # some tied checkpoints carry the head a second time
-    unexpected = [key for key in tensors if key not in wanted and key not in ignored and "rotary_emb" not in key]
-    misshapen = [f"{key} {tuple(tensors[key].get_shape())} instead of {tuple(shape)}"
-                 for key, shape in wanted.items() if key in tensors and tuple(tensors[key].get_shape()) != tuple(shape)]  # fmt: skip
-    problems = [("missing", missing), ("unexpected", unexpected), ("wrong shape", misshapen)]
-    said = [f"{what}: {', '.join(keys[:6])}" + (f" and {len(keys) - 6} more" if len(keys) > 6 else "")
-            for what, keys in problems if keys]  # fmt: skip
+    problems = {
+        "missing": [key for key in wanted if key not in found],
+        "unexpected": [k for k in found if k not in wanted and k not in ignored and "rotary_emb" not in k],
+        "wrong shape": [
+            f"{key} {found[key]} instead of {tuple(shape)}"
+            for key, shape in wanted.items()
+            if found.get(key, shape) != tuple(shape)
+        ],
+    }
+    said = [
+        f"{what}: {', '.join(keys[:6])}" + (f" and {len(keys) - 6} more" if len(keys) > 6 else "")
+        for what, keys in problems.items()
+        if keys
+    ]
     if said:
         raise ValueError(f"{place}: the weights do not fit config.json; {'; '.join(said)}")
 

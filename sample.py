@@ -38,6 +38,19 @@ class Completion:
     finished: bool  # True: ended by a stop token; False: out of length
 
 
+# Attention runs over a multiple of so many tokens. On the CPU the order of a sum depends on its length up to a vector's
+# width, so without this a row's last bits, and now and then a token, would depend on its neighbours' lengths.
+BUCKET = 32
+PREFILL_TOKENS = 8192  # of one prefill, padding included
+# Decode steps between two looks for finished rows: after each where that is free, seldom where it means waiting for the
+# device; rows then decode a few tokens too many, which are cut.
+LOOK_EVERY = {"cpu": 1, "cuda": 8}
+
+
+def bucket(length: int) -> int:
+    return -(-length // BUCKET) * BUCKET
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The cache
 
@@ -54,75 +67,71 @@ class Prefill:
     def attend(self, layer, q, k, v):
         self.keys.append(k)
         self.values.append(v)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return y.transpose(1, 2)
+        T, grouped = q.shape[1], q.shape[2] != k.shape[2]
+        q, k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, bucket(T) - T)) for x in (q, k, v))  # (P,heads,bucket(T),d)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)[:, :, :T].transpose(1, 2)
 
 
 class KVCache:
     """Keys and values of all decoding rows, and one decode step's attention over them.
 
-    A layer is (rows, K, capacity, d); rows [:B] are alive, row r holds lengths[r] tokens. Capacity grows by half when the
-    longest row reaches it, so memory follows what is used and the copying stays a constant share.
+    A layer is (rows*K, capacity, d); rows [:B] are alive, row r holds lengths[r] tokens. Capacity grows by half when the
+    longest row reaches it, up to `limit`: memory follows what is used and the copying stays a constant share.
     """
 
-    def __init__(self, config, rows: int, capacity: int, like: torch.Tensor):
-        self.shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
-        self.layers = config.num_hidden_layers
-        self.keys = [like.new_zeros(self.shape) for _ in range(self.layers)]
-        self.values = [like.new_zeros(self.shape) for _ in range(self.layers)]
+    def __init__(self, config, rows: int, capacity: int, limit: int, like: torch.Tensor):
+        self.K, self.d, self.layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
+        self.capacity, self.limit = bucket(capacity), bucket(limit)
+        shape = (rows * self.K, self.capacity, self.d)
+        self.keys, self.values = ([like.new_zeros(shape) for _ in range(self.layers)] for _ in range(2))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
-        self.scale = config.head_dim**-0.5
+
+    def by_row(self, x):  # (rows*K,capacity,d) -> (rows,K,capacity,d)
+        return x.view(-1, self.K, *x.shape[1:])
 
     def insert(self, rows: list[int], keys, values):
         """Rows take a prefilled prompt: keys, values one (T,K,d) a layer."""
-        length = keys[0].shape[0]
+        rows, length = torch.tensor(rows, device=self.lengths.device), keys[0].shape[0]
         self.grow(length + 1)
-        for layer in range(self.layers):
-            self.keys[layer][rows, :, :length] = keys[layer].transpose(0, 1)
-            self.values[layer][rows, :, :length] = values[layer].transpose(0, 1)
+        for x, new in zip(self.keys + self.values, keys + values):
+            self.by_row(x)[:, :, :length].index_copy_(0, rows, new.transpose(0, 1).expand(len(rows), -1, -1, -1))
         self.lengths[rows] = length
 
     def move(self, source: list[int], target: list[int]):
         """Rows `source` take the places of rows `target`."""
-        for x in (*self.keys, *self.values, self.lengths):
+        for x in (*map(self.by_row, self.keys + self.values), self.lengths):
             x[target] = x[source]
 
     def grow(self, needed: int):
-        rows, K, capacity, d = self.shape
-        if needed <= capacity:
+        if needed <= self.capacity:
             return
-        self.shape = (rows, K, max(needed, capacity + capacity // 2), d)
+        before, self.capacity = self.capacity, max(bucket(needed), min(bucket(self.capacity * 3 // 2), self.limit))
         for store in (self.keys, self.values):
-            for layer in range(self.layers):  # one at a time: never two whole caches
-                wider = store[layer].new_zeros(self.shape)
-                wider[:, :, :capacity] = store[layer]
-                store[layer] = wider
+            for layer, x in enumerate(store):  # one at a time: never two whole caches
+                store[layer] = x.new_zeros(x.shape[0], self.capacity, self.d)
+                store[layer][:, :before] = x
 
     def begin_step(self, B: int, longest: int):
         """Before a forward of B rows, the longest holding `longest` tokens with the new one: what its layers share."""
         self.grow(longest)
-        self.B, self.L = B, longest
-        self.rows, self.at = torch.arange(B, device=self.lengths.device), self.lengths[:B]
-        hidden = torch.arange(longest, device=self.at.device) > self.at[:, None]  # (B,L)
-        mask = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=self.at.device)
-        mask = mask.masked_fill_(hidden, -torch.inf)[:, None].expand(-1, self.shape[1], -1)
-        self.mask = mask.reshape(B * self.shape[1], 1, longest)
+        self.B, self.L, device = B, bucket(longest), self.lengths.device
+        at = self.lengths[:B].repeat_interleave(self.K)  # (B*K,)
+        self.new = torch.arange(0, len(at) * self.capacity, self.capacity, device=device) + at  # as if (rows*K*capacity,d)
+        hidden = torch.arange(self.L, device=device) > at[:, None, None]  # (B*K,1,L)
+        self.mask = self.keys[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
     def positions(self, tokens):
-        return self.at[:, None]
+        return self.lengths[: self.B, None]
 
     def attend(self, layer, q, k, v):
         """q (B,1,H,d), k, v (B,1,K,d) -> (B,1,H,d). Two products over the heads of a group, keys never expanded: on
         CPUs half the time of scaled_dot_product_attention."""
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self.rows, :, self.at] = k[:, 0]
-        values[self.rows, :, self.at] = v[:, 0]
-        (B, _, H, d), K, L = q.shape, self.shape[1], self.L
-        q = q.view(B * K, H // K, d)
-        keys, values = keys[:B, :, :L].flatten(0, 1), values[:B, :, :L].flatten(0, 1)  # (B*K,L,d), views
-        scores = torch.baddbmm(self.mask, q, keys.transpose(1, 2), alpha=self.scale)  # (B*K,H/K,L)
-        return torch.bmm(scores.softmax(-1), values).view(B, 1, H, d)
+        keys, values, rows = self.keys[layer], self.values[layer], self.B * self.K
+        keys.view(-1, self.d).index_copy_(0, self.new, k.reshape(rows, self.d))
+        values.view(-1, self.d).index_copy_(0, self.new, v.reshape(rows, self.d))
+        keys, values = keys[:rows, : self.L], values[:rows, : self.L]  # (B*K,L,d), views
+        scores = torch.baddbmm(self.mask, q.view(rows, -1, self.d), keys.transpose(1, 2), alpha=self.d**-0.5)  # (B*K,H/K,L)
+        return torch.bmm(scores.softmax(-1), values).view(q.shape)
 
     def end_step(self):
         self.lengths[: self.B] += 1
@@ -150,30 +159,25 @@ def truncate(z, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
     return z
 
 
-BLOCK = 128  # divides most vocabularies
-PREFILL_TOKENS = 8192  # of one prefill, padding included
-
-
-def pick(weights, u):
+def pick(weights, u, block: int = 128):
     """weights (B,V) >= 0 unnormalised, u (B,) float64 in [0,1) -> (ids (B,), totals (B,) float64).
 
-    The inverse of the cumulative distribution: one number a row instead of V. Summed by blocks, then scanned in
+    The inverse of the cumulative distribution: one random number a row instead of V. Summed by blocks, then scanned in
     float64 over the blocks and inside one block only, which is faster than scanning V numbers and loses nothing: fp32
     sums over a large vocabulary would. A token of weight 0 does not advance the sum, so it is never the first past it.
+    Rows that are not finite get some id; their total is not finite either.
     """
     B, V = weights.shape
-    if V % BLOCK:
-        weights = F.pad(weights, (0, BLOCK - V % BLOCK))
-    blocks = weights.view(B, -1, BLOCK)
-    sums = blocks.sum(-1).double().cumsum(-1)  # (B,V/BLOCK)
-    total = sums[:, -1:]
-    target = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    block = torch.searchsorted(sums, target, right=True)  # (B,1)
-    target = target - torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(-1)  # (B,BLOCK)
+    blocks = (F.pad(weights, (0, -V % block)) if V % block else weights).view(B, -1, block)
+    ends = blocks.sum(-1).double().cumsum(-1)  # (B,V/block)
+    target = u[:, None] * ends[:, -1:]  # below the total, rounded or not, since u <= 1 - 2^-53
+    at = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)  # (B,1), clamped for NaN
+    target -= F.pad(ends, (1, 0)).gather(1, at)
+    inside = blocks.gather(1, at[..., None].expand(-1, -1, block))[:, 0].double().cumsum(-1)  # (B,block)
     # A block's fp32 sum and its float64 scan differ in the last digits; a target between them is the block's last token.
-    target = torch.minimum(target, torch.nextafter(inside[:, -1:], torch.zeros_like(total)))
-    return (block * BLOCK + torch.searchsorted(inside, target, right=True))[:, 0], total[:, 0]
+    target = torch.minimum(target, inside[:, -1:] * (1 - 2**-53))
+    ids = at * block + torch.searchsorted(inside, target, right=True)
+    return ids[:, 0].clamp_(max=V - 1), ends[:, -1]
 
 
 def draw(logits, u, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
@@ -203,7 +207,7 @@ def uniforms(seed: int, key: int, sample: int, count: int) -> np.ndarray:
     """
     word = (1 << 64) - 1
     counter = np.array([0, 0, 0, sample & word], dtype=np.uint64)
-    philox = np.random.Philox(key=np.array([seed & word, key & word], dtype=np.uint64), counter=counter)
+    philox = np.random.Philox(key=np.array([int(seed) & word, int(key) & word], dtype=np.uint64), counter=counter)
     return np.random.Generator(philox).random(count)
 
 
@@ -212,12 +216,13 @@ def uniforms(seed: int, key: int, sample: int, count: int) -> np.ndarray:
 
 
 @contextmanager
-def packed_linears(model: nn.Module, rows: int):
+def packed_linears(model: nn.Module):
     """For a rollout, linear layers on the CPU multiply weights laid out once for oneDNN instead of at each call.
 
     At a batch of 32 that halves a decode step, and gives a row the same result whatever rows share its batch, which
-    torch's default does not. Costs one more copy of the weights meanwhile. Elsewhere, and for layers that are more than
-    plain linears, nothing changes.
+    torch's default does not. (Laid out for 32 rows always: a layout for one row rounds differently, and is slower for
+    two.) Costs one more copy of the weights meanwhile. Elsewhere, and for layers that are more than plain linears,
+    nothing changes.
     """
     packed = []
     ops = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None
@@ -227,7 +232,7 @@ def packed_linears(model: nn.Module, rows: int):
                 packed.append(module)
     try:
         for module in packed:
-            weight, bias = ops._reorder_linear_weight(module.weight.detach(), rows), module.bias
+            weight, bias = ops._reorder_linear_weight(module.weight.detach(), 32), module.bias
             module.forward = lambda x, w=weight, b=bias: ops._linear_pointwise(x, w, b, "none", [], "")
         yield
     finally:
@@ -245,7 +250,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
 
 
-def check_request(model, prompts, n, max_new_tokens, temperature, top_p, min_p, keys):
+def check_request(model, prompts, n, max_new_tokens, temperature, top_p, min_p, max_batch, keys):
     V, longest = model.config.vocab_size, model.config.max_position_embeddings
     for name, value, good, wanted in [
         ("n", n, n >= 1, "at least 1"),
@@ -253,6 +258,7 @@ def check_request(model, prompts, n, max_new_tokens, temperature, top_p, min_p, 
         ("temperature", temperature, temperature >= 0, "0 (greedy) or more"),
         ("top_p", top_p, 0 < top_p <= 1, "above 0, at most 1"),
         ("min_p", min_p, 0 <= min_p <= 1, "from 0 to 1"),
+        ("max_batch", max_batch, max_batch is None or max_batch >= 1, "at least 1, or None"),
     ]:
         if not good:
             raise ValueError(f"{name} is {value}, but must be {wanted}")
@@ -275,24 +281,24 @@ def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, t
 
     temperature 0 is greedy; top_k 0, None or -1 is off; truncation after temperature: top-k, top-p, min-p.
     keys         one int a prompt (default its index): draws are a function of (seed, key, sample, position).
-    max_batch    rows decoding together (default: all that kv_bytes of keys and values allow at full length).
+    max_batch    rows decoding together at most (default: any number).
+    kv_bytes     memory for their keys and values: as many rows as fit at full length, and at least one; others wait.
     on_token     called as on_token(prompt, sample, id) for each token, in order within a row.
     ValueError for a request that makes no sense; FloatingPointError where logits are not finite.
     """
-    check_request(model, prompts, n, max_new_tokens, temperature, top_p, min_p, keys)
+    check_request(model, prompts, n, max_new_tokens, temperature, top_p, min_p, max_batch, keys)
     if not prompts:
         return []
     was_training = model.training
     model.eval()
-    config, embedding = model.config, model.model.embed_tokens.weight
-    longest_row = max(map(len, prompts)) + max_new_tokens
-    row_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * embedding.element_size() * longest_row
-    slots = min(len(prompts) * n, max_batch or max(1, kv_bytes // row_bytes))
+    config, longest = model.config, max(map(len, prompts)) + max_new_tokens
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.lm_head.weight.itemsize
+    slots = min(len(prompts) * n, max_batch or sys.maxsize, max(1, kv_bytes // (bucket(longest) * token_bytes)))
+    keys = range(len(prompts)) if keys is None else keys
     rules = dict(temperature=temperature, top_k=top_k or 0, top_p=top_p, min_p=min_p)
     try:
-        with packed_linears(model, slots):
-            run = Rollout(model, prompts, n, max_new_tokens, stop_ids, seed, keys or range(len(prompts)), slots, on_token)
-            return run.run(rules)
+        with packed_linears(model):
+            return Rollout(model, prompts, n, max_new_tokens, stop_ids, seed, keys, slots, on_token).run(rules)
     finally:
         model.train(was_training)
 
@@ -310,20 +316,19 @@ class Rollout:
         self.prefilled = {}  # prompt -> keys and values, one (T,K,d) a layer, while rows of the queue need them
         self.slots: list[Row | None] = [None] * slots
         self.done: dict[tuple[int, int], Completion] = {}
-        self.cache = KVCache(model.config, slots, max(map(len, prompts)) + min(max_new_tokens, 64), embedding)
+        longest = max(map(len, prompts))
+        self.cache = KVCache(model.config, slots, longest + min(max_new_tokens, 64), longest + max_new_tokens, embedding)
         self.last = torch.zeros(slots, dtype=torch.long, device=self.device)  # each row's newest token
         self.written = torch.zeros(slots, dtype=torch.long, device=self.device)  # how many tokens it has drawn
         self.u = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=self.device)
 
     def run(self, rules) -> list[list[Completion]]:
-        # Finished rows are looked for after every step where that is free, and after every eighth where it means waiting
-        # for the device: rows then decode a few tokens too many, which are cut.
-        every = 1 if self.device.type == "cpu" else 8
         self.refill(list(range(len(self.slots))))
         while self.slots:
             longest = max(len(self.prompts[row.prompt]) + len(row.tokens) for row in self.slots)
-            steps = [self.step(longest + i, rules) for i in range(every)]
-            tokens, logprobs = (torch.stack(x, 1).tolist() for x in zip(*steps))  # (B,every)
+            count = min(LOOK_EVERY.get(self.device.type, 8), max(self.max_new_tokens - len(row.tokens) for row in self.slots))
+            steps = [self.step(longest + i, rules) for i in range(count)]
+            tokens, logprobs = (torch.stack(x, 1).tolist() for x in zip(*steps))  # (B,count)
             gaps = [slot for slot, row in enumerate(self.slots) if self.extend(row, tokens[slot], logprobs[slot])]
             if gaps:
                 self.refill(gaps)
@@ -361,23 +366,8 @@ class Rollout:
     def refill(self, gaps: list[int]):
         """Gives the gaps to the next rows of the queue; without enough of those, the last rows move into them."""
         new = {slot: self.queue.popleft() for slot in gaps[: len(self.queue)]}
-        self.prefill({self.prompts[row.prompt] for row in new.values()})
-        slots_of = defaultdict(list)  # prompt -> the slots that start from it
-        for slot, row in new.items():
-            self.slots[slot] = row
-            slots_of[self.prompts[row.prompt]].append(slot)
-        for prompt, slots in slots_of.items():
-            self.cache.insert(slots, *self.prefilled[prompt])
-            self.last[slots] = prompt[-1]
-            self.waiting[prompt] -= len(slots)
-            if not self.waiting[prompt]:
-                del self.prefilled[prompt]
         if new:
-            slots = list(new)
-            u = [uniforms(self.seed, self.keys[row.prompt], row.sample, self.max_new_tokens) for row in new.values()]
-            self.u[slots] = torch.from_numpy(np.stack(u)).to(self.device)
-            self.written[slots] = 0
-
+            self.start(new)
         gaps = set(gaps[len(new) :])
         B = len(self.slots) - len(gaps)
         target = sorted(slot for slot in gaps if slot < B)
@@ -390,20 +380,41 @@ class Rollout:
                 self.slots[t] = self.slots[s]
         del self.slots[B:]
 
-    def prefill(self, prompts: set):
-        """Keys and values of all but the last token of each prompt, several prompts at a time."""
-        prompts = sorted(prompts - self.prefilled.keys(), key=len)
+    def start(self, new: dict[int, Row]):
+        """Slots begin new rows, from their prompts' keys and values; several new prompts are prefilled at a time."""
+        slots_of = defaultdict(list)  # prompt -> the slots that start from it
+        for slot, row in new.items():
+            self.slots[slot] = row
+            slots_of[self.prompts[row.prompt]].append(slot)
+        prompts = sorted(slots_of, key=len)
         while prompts:
             count = max(1, PREFILL_TOKENS // len(prompts[-1]))
             batch, prompts = prompts[-count:], prompts[:-count]
-            tokens = torch.zeros(len(batch), max(1, len(batch[-1]) - 1), dtype=torch.long)  # (P,T) right-padded
-            for i, prompt in enumerate(batch):
-                tokens[i, : len(prompt) - 1] = torch.tensor(prompt[:-1])
-            cache = Prefill()
-            self.model(tokens.to(self.device), cache=cache)
-            for i, prompt in enumerate(batch):
-                T = len(prompt) - 1
-                self.prefilled[prompt] = [k[i, :T] for k in cache.keys], [v[i, :T] for v in cache.values]
+            self.prefill([prompt for prompt in batch if prompt not in self.prefilled])
+            for prompt in batch:
+                slots = slots_of[prompt]
+                self.cache.insert(slots, *self.prefilled[prompt])
+                self.last[slots] = prompt[-1]
+                self.waiting[prompt] -= len(slots)
+                if not self.waiting[prompt]:
+                    del self.prefilled[prompt]
+        slots = list(new)
+        u = [uniforms(self.seed, self.keys[row.prompt], row.sample, self.max_new_tokens) for row in new.values()]
+        self.u[slots] = torch.from_numpy(np.stack(u)).to(self.device)
+        self.written[slots] = 0
+
+    def prefill(self, prompts: list[tuple]):
+        """Keys and values of all but the last token of each prompt, in one right-padded batch."""
+        if not prompts:
+            return
+        tokens = torch.zeros(len(prompts), max(1, max(map(len, prompts)) - 1), dtype=torch.long)  # (P,T)
+        for i, prompt in enumerate(prompts):
+            tokens[i, : len(prompt) - 1] = torch.tensor(prompt[:-1])
+        cache = Prefill()
+        self.model(tokens.to(self.device), cache=cache)
+        for i, prompt in enumerate(prompts):
+            T = len(prompt) - 1
+            self.prefilled[prompt] = [k[i, :T] for k in cache.keys], [v[i, :T] for v in cache.values]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -462,5 +473,5 @@ if __name__ == "__main__":
         main()
     except (EOFError, KeyboardInterrupt):
         pass
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, FloatingPointError) as error:
         sys.exit(f"sample.py: {error}")

@@ -274,8 +274,10 @@ def score_rows(run: "Run", rows: list[Row], judge: bool = False):
         trainer_state=SimpleNamespace(global_step=run.step, max_steps=run.cfg.max_steps),
         **({} if judge else dict(log_metric=run.log_metric, log_extra=run.log_extra)), timeout=run.cfg.reward_timeout,
     )  # fmt: skip
-    for row, value in zip(rows, values):
-        row.rewards = value
+    for i, row in enumerate(rows):
+        row.rewards = values[i]
+        row.extra = {name: column[i] for name, column in run.user_columns.items() if len(column) == len(rows)}
+    run.user_columns.clear()
 
 
 def set_advantages(rows: list[Row], cfg: Config, weights: list[float]):
@@ -316,12 +318,10 @@ def describe(run: "Run", rows: list[Row]) -> dict:
         metrics[name] = sum(values) / len(values)
     entries = [
         {"step": run.step + 1, "prompt": row.problem["prompt"], "completion": row.text,
-         "rewards": dict(zip(names, row.rewards.tolist())), "advantage": row.advantage}
-        | {name: values[i] for name, values in run.user_columns.items() if len(values) == len(rows)}
-        for i, row in enumerate(rows) if row.place < SHOWN_GROUPS
+         "rewards": dict(zip(names, row.rewards.tolist())), "advantage": row.advantage} | row.extra
+        for row in rows if row.place < SHOWN_GROUPS
     ]  # fmt: skip
     run.user_metrics.clear()
-    run.user_columns.clear()
     run.journal.samples(fsdp.gather_objects(entries), show=bool(cfg.print_every) and run.step % cfg.print_every == 0)
     return metrics
 

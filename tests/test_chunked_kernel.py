@@ -330,9 +330,9 @@ def test_chunk_tokens():
 def test_peak_memory_is_the_chunks_whatever_the_number_of_tokens(door, frozen):
     """Beyond the gradients (and the unit gradient of a frozen head): the logits of a chunk plus 10 %, once. That holds a
     factor of the loss too, which must not make a second dW, and leaves no room for one where the weight is frozen."""
-    v, d, chunk = 16384, 32, 64
+    v, d, chunk = 8192, 96, 64  # dW is one and a half times the budget
     budget = 4 * chunk * v
-    for n in (64, 256, 1024):
+    for n in (64, 128, 512):
         hidden, weight, targets = inputs(n, d, v, torch.float32)
         weight.requires_grad_(not frozen)
 
@@ -343,7 +343,7 @@ def test_peak_memory_is_the_chunks_whatever_the_number_of_tokens(door, frozen):
         gradients = 4 * d * (n + (0 if frozen else v) + (n if frozen and door == "logprobs" else 0))
         for factor in (1, 0.5):
             hidden.grad = weight.grad = None
-            assert budget < peak_memory(lambda: step(factor)) - gradients < 1.1 * budget
+            assert 0.8 * budget < peak_memory(lambda: step(factor)) - gradients < 1.1 * budget
 
 
 def test_peak_memory_of_a_bf16_head_holds_no_second_weight():
@@ -515,7 +515,7 @@ for capability, arch in ((80, "sm_80"), (90, "sm_90a")):
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
             file.write(kernel.asm["ptx"])
             file.flush()
-            command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", file.name + ".cubin"]
+            command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
             print(subprocess.run(command, check=True, capture_output=True, text=True).stderr)
         # the bf16 gradient overwrites its own fp32 row: every thread's reads of a block come before any thread's writes
         assert fn is ck._statistics_kernel or "bar.sync" in kernel.asm["ptx"]

@@ -23,7 +23,7 @@ def with_peft(tmp_path):
     directory = golden.write(tmp_path / "base", CONFIG)
 
     def build(files):
-        base = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
+        base = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys.*")  # PEFT would go on without them
             return peft.PeftModel.from_pretrained(base, files, autocast_adapter_dtype=False).double()
@@ -37,7 +37,7 @@ def test_peft_files_give_pefts_logits(name, with_peft, tmp_path):
     files = adapter(tmp_path / "adapter", name)
     theirs, ours = with_peft(files), load_adapter(random_model(), files)
     expected = theirs(IDS).logits
-    assert summary(expected) == pytest.approx(GOLDEN[name], abs=1e-6), [round(x, 6) for x in summary(expected)]
+    assert summary(expected) == pytest.approx(GOLDEN[name], abs=5e-5), [round(x, 6) for x in summary(expected)]
     torch.testing.assert_close(logits(ours), expected, rtol=0, atol=1e-4)
     with theirs.disable_adapter(), disabled(ours):
         torch.testing.assert_close(logits(ours), theirs(IDS).logits, rtol=0, atol=1e-4)
@@ -54,7 +54,8 @@ def test_peft_loads_what_we_save(name, with_peft, tmp_path):
     theirs = with_peft(tmp_path / "out")
     torch.testing.assert_close(logits(ours), theirs(IDS).logits, rtol=0, atol=1e-4)
     theirs.save_pretrained(tmp_path / "again")
-    assert {k: tuple(v.shape) for k, v in load_file(tmp_path / "again/adapter_model.safetensors").items()} == shapes(ADAPTERS[name])
+    again = load_file(tmp_path / "again/adapter_model.safetensors")
+    assert {key: tuple(value.shape) for key, value in again.items()} == shapes(ADAPTERS[name])
     assert torch.equal(logits(load_adapter(random_model(), tmp_path / "again")), logits(ours))
 
 

@@ -13,11 +13,11 @@ def write_run(directory, steps=12, tail="", **extra):
         row = {"step": step, "reward": step / 10, "reward_std": 0.1, "rewards/correctness/mean": step / 12,
                "rewards/int/mean": 0.5, "completions/mean_length": 40.0, "completions/clipped_ratio": 0.0,
                "grad_norm": float(step % 3), "entropy": 1.0, "loss": 0.0, "step_time": 2.0, "kl": None,
-               "num_tokens": 100 * step, "note": "text", **extra}
+               "clip_ratio/region_mean": float("nan"), "num_tokens": 100 * step, "note": "line\u2028separator", **extra}
         if step % 4 == 0:
             row |= {"eval/reward": 0.5, "eval/correctness/greedy": 0.25, "eval/pass@4": 0.75, "eval/step_time": 9.0}
-        lines.append(json.dumps(row))
-    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n" + tail)
+        lines.append(json.dumps(row, ensure_ascii=False))
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n" + tail, encoding="utf-8")
     return directory
 
 
@@ -44,7 +44,7 @@ def test_plot_run_draws_what_was_logged(tmp_path, figure):
     assert titles == [
         "reward", "reward functions (unweighted means)", "held-out problems", "completion length (tokens)",
         "shares: cut off, groups all alike", "entropy (nats a token)", "gradient norm before clipping",
-        "seconds a step"]                                                   # kl was null in every step: no panel
+        "seconds a step"]                               # kl was null, the clipped share NaN, in every step
     by_title = dict(zip(titles, figure[0].axes))
     legends = [[t.get_text() for t in axes.get_legend().get_texts()] for axes in figure[0].axes[1:3]]
     assert legends == [["correctness", "int"], ["reward", "correctness/greedy", "pass@4"]]
