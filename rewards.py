@@ -176,9 +176,12 @@ def parse_number(text):
 
 
 def sort_exact_reward(completions, prompts=None, numbers=None, **kwargs):
-    """1.0 if the answer is exactly the sorted numbers, single spaces between."""
-    return [None if not given else 1.0 if extract_answer(text) == " ".join(map(str, sorted(given))) else 0.0
-            for text, given in zip(texts(completions), _given(prompts, numbers))]
+    """1.0 if the answer is exactly the sorted numbers: single spaces between, or for digits none."""
+    def exact(text, given):
+        words = [str(x) for x in sorted(given)]
+        return float(extract_answer(text) in ([" ".join(words)] + ["".join(words)] * _all_digits(given)))
+
+    return [exact(text, given) if given else None for text, given in zip(texts(completions), _given(prompts, numbers))]
 
 
 def sort_distance_reward(completions, prompts=None, numbers=None, **kwargs):
@@ -187,7 +190,7 @@ def sort_distance_reward(completions, prompts=None, numbers=None, **kwargs):
         hits = sum(x == y for x, y in zip(found, sorted(given)))
         return hits / max(len(found), len(given))
 
-    return [None if not given else share(_integers(extract_answer(text)), given)
+    return [share(_found(text, given), given) if given else None
             for text, given in zip(texts(completions), _given(prompts, numbers))]
 
 
@@ -207,12 +210,24 @@ def sort_inclusion_ordering_reward(completions, prompts=None, numbers=None, **kw
         ordering = sum(x <= y for x, y in zip(found[:n], found[1:n]))
         return (inclusion + ordering) / (n + max(n, len(found)) - 1)
 
-    return [None if not given else share(_integers(extract_answer(text)), given)
+    return [share(_found(text, given), given) if given else None
             for text, given in zip(texts(completions), _given(prompts, numbers))]
 
 
 def _given(prompts, numbers):
     return [_integers(text) for text in texts(prompts)] if numbers is None else numbers
+
+
+def _all_digits(given):
+    return all(0 <= x <= 9 for x in given)
+
+
+def _found(text, given):
+    """The answer's numbers: what stands between other characters, or, where digits were given and the answer separates
+    none of its own ("1234", as data/sort.py writes them), each digit."""
+    answer = extract_answer(text)
+    separated = re.search(r"[0-9][\s,]+[0-9]", answer)
+    return [int(x) for x in re.findall("[0-9]", answer)] if _all_digits(given) and not separated else _integers(answer)
 
 
 def _integers(text):

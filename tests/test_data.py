@@ -30,7 +30,7 @@ def test_sort_problems_are_lists_of_digits():
     for problem in [train[i] for i in range(50)] + test:
         assert list(problem) == ["prompt", "numbers"] and len(problem["numbers"]) == 4
         assert set(problem["numbers"]) <= set(range(10))
-        assert problem["prompt"] == " ".join(map(str, problem["numbers"])) + " ="
+        assert problem["prompt"] == "".join(map(str, problem["numbers"])) + "="
     assert len(data.load_data("sort:8")[0][0]["numbers"]) == 8
     assert any(len(set(p["numbers"])) < 4 for p in test)  # repeats occur
     for option in ("1", "x", "-3"):

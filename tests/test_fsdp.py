@@ -381,9 +381,9 @@ def check_resuming(world, run, modes):
     return found
 
 
-def test_saved_on_two_ranks_resumed_on_any_number(tmp_path):
+def test_saved_on_two_ranks_resumed_on_any_number(world, tmp_path):
     saved = launch(check_saving, 2, str(tmp_path))[0]
-    alone = check_resuming(fsdp.World(0, 1, torch.device("cpu")), str(tmp_path), ["full"])
+    alone = check_resuming(world, str(tmp_path), ["full"])
     two, three = (launch(check_resuming, ranks, str(tmp_path), modes)[0]
                   for ranks, modes in [(2, ["full", "none"]), (3, ["full"])])  # fmt: skip
     for resumed in (alone, two, three):

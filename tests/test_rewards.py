@@ -150,7 +150,12 @@ def test_a_gold_that_is_no_number_is_an_error():
     ("0 1 2", 0.0, 3 / 4, 5 / 7),
     ("0 1 2 3 4", 0.0, 4 / 5, 7 / 8),
     ("0 1 2 3 0 1 2 3", 0.0, 1 / 2, 7 / 11),                        # 4 + 3 points of 4 + 7
-    ("0123", 0.0, 0.0, 0.0),
+    ("0123", 1.0, 1.0, 1.0),                                        # digits need no spaces: how data/sort.py has them
+    ("3102", 0.0, 1 / 4, 5 / 7),
+    ("01234", 0.0, 4 / 5, 7 / 8),
+    ("0x1y23", 0.0, 1.0, 1.0),                                      # partial credit overlooks what is no digit
+    ("0 1 2 13", 0.0, 3 / 4, 6 / 7),                                # with spaces 13 is one number
+    ("0 12 3", 0.0, 1 / 4, 3 / 7),                                  # 0 and 3 occur, 0 12 is in order
     ("", 0.0, 0.0, 0.0),
 ])
 def test_sorting(answer, exact, distance, ordering):
@@ -176,6 +181,7 @@ def test_sorting_reads_the_prompt_where_the_data_has_no_numbers():
     assert rewards.sort_distance_reward(prompts=["-3 10 -20"], completions=["-20 -3 10"]) == [1.0]
     assert rewards.sort_distance_reward(prompts=["no numbers"], completions=["1"]) == [None]
     assert one(rewards.sort_exact_reward, "1", numbers=None) is None
+    assert one(rewards.sort_exact_reward, "1020", numbers=[10, 20]) == 0.0  # of longer numbers it would be ambiguous
 
 
 # ---- Countdown ------------------------------------------------------------------------------------------------------
