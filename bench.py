@@ -180,7 +180,7 @@ class HeadInputs:
         head(self.hidden, self.weight, self.targets, mask, self.advantages)[0].backward()
 
     def products(self):
-        """The floor: the head's bare matrix products (three, two for a frozen weight), chunk by chunk, into kept buffers."""
+        """The floor: the bare matrix products (three, two for a frozen weight), chunk by chunk, into kept buffers."""
         hidden, weight = self.hidden.detach().flatten(0, 1), self.weight.detach()
         if not hasattr(self, "buffers"):
             rows = -(-self.tokens // -(-self.tokens // self.chunk))
@@ -300,7 +300,8 @@ def main():
     for command in commands.choices.values():
         command.add_argument("--repeats", type=int, default=5, help="rounds after the first, which is dropped")
         command.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-        command.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        command.add_argument("--device", choices=["cpu", "cuda"], default=device)
         command.add_argument("--json", help="write the numbers here")
         command.add_argument("--out", help="draw a plot here (needs matplotlib)")
     args = parser.parse_args()

@@ -17,8 +17,8 @@ Two doors, the same numbers:
   `chunked_loss`      the loss is given as a function of a chunk's l and H, so the gradient is formed while z is still
                       there: three products. Only for losses that are sums over tokens.
 
-The ideas: Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), gradients in the forward pass; Cut Cross-Entropy (Wijmans et
-al. 2024, arXiv:2411.09009); online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867).
+The ideas: Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), gradients in the forward pass; Cut Cross-Entropy (Wijmans
+et al. 2024, arXiv:2411.09009); online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867).
 What is NOT here: what the loss is (loss.py), which tokens count (train.py hands in only those).
 
     python bench.py head --quick        # time and peak memory beside the plain head, TRL's and Liger's
@@ -269,8 +269,8 @@ def _cached_rows(z):
 
 
 def _statistics_torch(z, targets):
-    """z (C, V), targets (C,) -> logp, entropy, lse (C,). Everything is relative to the row's maximum, so that large logits
-    lose no digits: logp = (z_y - max) - log S,  H = log S - A/S  with S = sum e^(z - max), A = sum e^(z - max) (z - max)."""
+    """z (C, V), targets (C,) -> logp, entropy, lse (C,), from x = z - max, so that large logits lose no digits:
+    logp = x_y - log S,  H = log S - A/S,  with S = sum e^x, A = sum e^x x."""
     logp, entropy, lse = torch.empty(3, len(z), dtype=z.dtype, device=z.device)
     blocks = _cached_rows(z)
     scratch = z.new_empty(2, max(rows.stop - rows.start for rows in blocks), z.shape[1])
@@ -287,7 +287,7 @@ def _statistics_torch(z, targets):
 
 
 def _gradient_torch(z, targets, lse, entropy, g, k, dtype):
-    """z (C, V) -> g (onehot - p) - k p (log p + H), over z; returned in `dtype` (CUDA without Triton: a copy in bf16)."""
+    """z (C, V) -> g (onehot - p) - k p (log p + H), over z; in `dtype` (CUDA without Triton: a copy in bf16)."""
     if k is None:
         z.sub_(lse[:, None]).exp_().mul_(-g[:, None])
     else:
@@ -304,17 +304,17 @@ def _gradient_torch(z, targets, lse, entropy, g, k, dtype):
 #
 # Statistics, online: blocks x of a row arrive one after the other. Relative to the maximum m so far, keep
 #       S = sum e^(x - m)        A = sum e^(x - m) (x - m)
-# When the maximum rises from m to m', with d = m - m' <= 0, every old term changes by a factor e^d, and x - m' = (x - m) + d:
+# When the maximum rises from m to m', with d = m - m' <= 0, each old term gains a factor e^d, and x - m' = (x - m) + d:
 #       S' = e^d S               A' = e^d (A + d S)
 # At the end of the row, since sum p = 1:
 #       lse = m + log S          H = lse - sum p x = log S - A/S          logp = x_y - lse
-# Starting at m = -1e30 instead of -inf keeps d S = 0 where S = 0 (-inf 0 would be NaN); lanes past V hold the same -1e30.
+# Starting at m = -1e30 instead of -inf keeps d S = 0 where S = 0 (-inf 0 would be NaN); lanes past V hold -1e30 too.
 #
 # Gradient: with dlse/dx = p,
 #       dlogp/dx_v = [v = y] - p_v
 #       dH/dx_v    = p_v - d(sum_u p_u x_u)/dx_v = p_v - p_v (1 + x_v - sum_u p_u x_u) = -p_v (log p_v + H)
 #   (by x_v = log p_v + lse and sum p x = lse - H). 1 - p is formed in fp32 even where the result is stored in bf16.
-# The bf16 row goes into the memory of its own fp32 row: element v is read at byte 4v and written at byte 2v, and a barrier
+# A bf16 row goes into the memory of its own fp32 row: element v is read at byte 4v and written at byte 2v. A barrier
 # between a block's reads and its writes is all it takes, because later blocks are read further right still.
 # One program a row, offsets in 64 bits: C V passes 2^31 at 14,000 tokens.
 
@@ -364,7 +364,7 @@ BLOCK, NUM_WARPS = 4096, 8  # 16 fp32 a thread
 
 
 def _use_triton(z):
-    """On CUDA; with TRITON_INTERPRET=1 (set before this file is imported) on CPU tensors too, which is how it is tested."""
+    """On CUDA; with TRITON_INTERPRET=1 (set before this file is imported) on CPU tensors too, as the tests do."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return HAS_TRITON and z.dtype == torch.float32 and (z.is_cuda or interpreted)
 

@@ -1,12 +1,12 @@
-"""Sampling: prompts (token ids) -> completions (token ids) with their log-probs, from a KV cache with continuous batching.
+"""Sampling: prompts (token ids) -> completions (token ids) with their log-probs, continuous batching, a KV cache.
 
-    z = logits / temperature        l = z_y - logsumexp(z)        y = first i with  sum_{j<=i} exp(z_j - max z)  >  u · total
+    z = logits / temperature     l = z_y - logsumexp(z)     y = first i with  sum_{j<=i} exp(z_j) > u · sum_j exp(z_j)
 
-Up to `max_batch` rows decode together. A row that finishes gives its slot to the next one of the queue; when the queue is
-empty the last rows move into the gaps, so the batch is always dense. Each distinct prompt is prefilled once, and its keys
-and values are copied to all rows that continue it. A row starts from its prompt's last token, so prefill and decode
-meet in one place: the first completion token is drawn like every other. A draw takes one uniform number, a function of
-(seed, key, sample, position) alone, so neither batch size nor order nor the number of processes changes what is drawn.
+Up to `max_batch` rows decode together. A row that finishes gives its slot to the next one of the queue; when the queue
+is empty the last rows move into the gaps, so the batch is always dense. Each distinct prompt is prefilled once; its keys
+and values are copied to all rows that continue it. A row starts from its prompt's last token, so prefill and decode meet
+in one place: the first completion token is drawn like every other. A draw takes one uniform number, a function of (seed,
+key, sample, position) alone, so neither batch size nor order nor the number of processes changes what is drawn.
 
 Lives here: the cache, the loop, the sampling rules, and a chat on the command line. Not here: text (data/tokenizer.py),
 the network (model.py), what completions are worth (rewards.py).
@@ -23,7 +23,7 @@ import math
 import sys
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,17 +38,16 @@ class Completion:
     finished: bool  # True: ended by a stop token; False: out of length
 
 
-# Attention runs over a multiple of so many tokens. On the CPU the order of a sum depends on its length up to a vector's
-# width, so without this a row's last bits, and now and then a token, would depend on its neighbours' lengths.
-BUCKET = 32
 PREFILL_TOKENS = 8192  # of one prefill, padding included
-# Decode steps between two looks for finished rows: after each where that is free, seldom where it means waiting for the
-# device; rows then decode a few tokens too many, which are cut.
+# Decode steps between two looks for finished rows: one where looking is free, several where it means waiting for the
+# device. A row then decodes a few tokens too many, which are cut.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
 
 
 def bucket(length: int) -> int:
-    return -(-length // BUCKET) * BUCKET
+    """Attention runs over multiples of 32 tokens. On a CPU the order in which a sum is formed depends on its length up
+    to a vector's width; else a row's last digits, and now and then a token, would depend on its neighbours' lengths."""
+    return -(-length // 32) * 32
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -75,15 +74,15 @@ class Prefill:
 class KVCache:
     """Keys and values of all decoding rows, and one decode step's attention over them.
 
-    A layer is (rows*K, capacity, d); rows [:B] are alive, row r holds lengths[r] tokens. Capacity grows by half when the
-    longest row reaches it, up to `limit`: memory follows what is used and the copying stays a constant share.
+    A layer is (rows*K, capacity, d). Rows [:B] are alive, row r holds lengths[r] tokens. Capacity grows by half when
+    the longest row reaches it, but not past `limit`: memory follows what is used, and copying stays a constant share.
     """
 
     def __init__(self, config, rows: int, capacity: int, limit: int, like: torch.Tensor):
-        self.K, self.d, self.layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
+        self.K, self.d = config.num_key_value_heads, config.head_dim
         self.capacity, self.limit = bucket(capacity), bucket(limit)
         shape = (rows * self.K, self.capacity, self.d)
-        self.keys, self.values = ([like.new_zeros(shape) for _ in range(self.layers)] for _ in range(2))
+        self.keys, self.values = ([like.new_zeros(shape) for _ in range(config.num_hidden_layers)] for _ in range(2))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
 
     def by_row(self, x):  # (rows*K,capacity,d) -> (rows,K,capacity,d)
@@ -116,7 +115,7 @@ class KVCache:
         self.grow(longest)
         self.B, self.L, device = B, bucket(longest), self.lengths.device
         at = self.lengths[:B].repeat_interleave(self.K)  # (B*K,)
-        self.new = torch.arange(0, len(at) * self.capacity, self.capacity, device=device) + at  # as if (rows*K*capacity,d)
+        self.new = torch.arange(len(at), device=device) * self.capacity + at  # places in (rows*K*capacity,d)
         hidden = torch.arange(self.L, device=device) > at[:, None, None]  # (B*K,1,L)
         self.mask = self.keys[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
@@ -130,7 +129,8 @@ class KVCache:
         keys.view(-1, self.d).index_copy_(0, self.new, k.reshape(rows, self.d))
         values.view(-1, self.d).index_copy_(0, self.new, v.reshape(rows, self.d))
         keys, values = keys[:rows, : self.L], values[:rows, : self.L]  # (B*K,L,d), views
-        scores = torch.baddbmm(self.mask, q.view(rows, -1, self.d), keys.transpose(1, 2), alpha=self.d**-0.5)  # (B*K,H/K,L)
+        grouped = q.view(rows, -1, self.d)  # (B*K,H/K,d)
+        scores = torch.baddbmm(self.mask, grouped, keys.transpose(1, 2), alpha=self.d**-0.5)  # (B*K,H/K,L)
         return torch.bmm(scores.softmax(-1), values).view(q.shape)
 
     def end_step(self):
@@ -174,7 +174,7 @@ def pick(weights, u, block: int = 128):
     at = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)  # (B,1), clamped for NaN
     target -= F.pad(ends, (1, 0)).gather(1, at)
     inside = blocks.gather(1, at[..., None].expand(-1, -1, block))[:, 0].double().cumsum(-1)  # (B,block)
-    # A block's fp32 sum and its float64 scan differ in the last digits; a target between them is the block's last token.
+    # A block's fp32 sum and float64 scan differ in the last digits; a target between them is the block's last token.
     target = torch.minimum(target, inside[:, -1:] * (1 - 2**-53))
     ids = at * block + torch.searchsorted(inside, target, right=True)
     return ids[:, 0].clamp_(max=V - 1), ends[:, -1]
@@ -202,8 +202,8 @@ def draw(logits, u, temperature: float, top_k: int = 0, top_p: float = 1.0, min_
 def uniforms(seed: int, key: int, sample: int, count: int) -> np.ndarray:
     """(count,) float64 in [0,1): number `position` of the stream is a function of (seed, key, sample, position) alone.
 
-    Philox is a block cipher over a counter (Salmon et al., 2011): (seed, key) is the cipher's key, and the sample stands
-    in the counter's highest word, which no stream ever reaches by counting.
+    Philox is a block cipher over a counter (Salmon et al., 2011): (seed, key) is the cipher's key, and the sample
+    stands in the counter's highest word, which no stream ever reaches by counting.
     """
     word = (1 << 64) - 1
     counter = np.array([0, 0, 0, sample & word], dtype=np.uint64)
@@ -224,12 +224,10 @@ def packed_linears(model: nn.Module):
     two.) Costs one more copy of the weights meanwhile. Elsewhere, and for layers that are more than plain linears,
     nothing changes.
     """
-    packed = []
-    ops = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None
-    if hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight"):
-        for module in model.modules():
-            if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
-                packed.append(module)
+    ops, packed = torch.ops.mkldnn, []
+    if torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise"):
+        packed = [m for m in model.modules() if type(m) is nn.Linear
+                  and m.weight.device.type == "cpu" and m.weight.dtype == torch.float32]  # fmt: skip
     try:
         for module in packed:
             weight, bias = ops._reorder_linear_weight(module.weight.detach(), 32), module.bias
@@ -238,16 +236,6 @@ def packed_linears(model: nn.Module):
     finally:
         for module in packed:
             module.__dict__.pop("forward", None)
-
-
-@dataclass
-class Row:
-    """A completion being written."""
-
-    prompt: int
-    sample: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
 
 def check_request(model, prompts, n, max_new_tokens, temperature, top_p, min_p, max_batch, keys):
@@ -291,9 +279,10 @@ def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, t
         return []
     was_training = model.training
     model.eval()
-    config, longest = model.config, max(map(len, prompts)) + max_new_tokens
-    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.lm_head.weight.itemsize
-    slots = min(len(prompts) * n, max_batch or sys.maxsize, max(1, kv_bytes // (bucket(longest) * token_bytes)))
+    config, longest = model.config, bucket(max(map(len, prompts)) + max_new_tokens)
+    numbers = 2 * longest * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # a row, at its end
+    fitting = max(1, kv_bytes // (numbers * model.lm_head.weight.itemsize))
+    slots = min(len(prompts) * n, fitting, max_batch or sys.maxsize)
     keys = range(len(prompts)) if keys is None else keys
     rules = dict(temperature=temperature, top_k=top_k or 0, top_p=top_p, min_p=min_p)
     try:
@@ -304,20 +293,20 @@ def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, t
 
 
 class Rollout:
-    """The rows of one `generate` call: the queue, the slots, and what each slot holds."""
+    """The rows of one `generate` call. A row is (prompt, sample); it waits in the queue, then decodes in a slot."""
 
     def __init__(self, model, prompts, n, max_new_tokens, stop_ids, seed, keys, slots, on_token):
-        self.model, self.prompts, self.n, self.max_new_tokens = model, [tuple(p) for p in prompts], n, max_new_tokens
+        self.model, self.prompts, self.max_new_tokens = model, [tuple(p) for p in prompts], max_new_tokens
         self.stop_ids, self.seed, self.keys, self.on_token = set(stop_ids), seed, keys, on_token
-        embedding = model.model.embed_tokens.weight
+        embedding, longest = model.model.embed_tokens.weight, max(map(len, prompts))
         self.device = embedding.device
-        self.queue = deque(Row(p, s) for p in range(len(prompts)) for s in range(n))
-        self.waiting = Counter(self.prompts[row.prompt] for row in self.queue)  # rows that still need this prefill
+        self.completions = [[Completion([], [], False) for _ in range(n)] for _ in prompts]
+        self.queue = deque((p, s) for p in range(len(prompts)) for s in range(n))
+        self.waiting = Counter(self.prompts[p] for p, _ in self.queue)  # rows of the queue that begin with this prompt
         self.prefilled = {}  # prompt -> keys and values, one (T,K,d) a layer, while rows of the queue need them
-        self.slots: list[Row | None] = [None] * slots
-        self.done: dict[tuple[int, int], Completion] = {}
-        longest = max(map(len, prompts))
-        self.cache = KVCache(model.config, slots, longest + min(max_new_tokens, 64), longest + max_new_tokens, embedding)
+        self.slots: list[tuple[int, int] | None] = [None] * slots
+        capacity, limit = longest + min(max_new_tokens, 64), longest + max_new_tokens
+        self.cache = KVCache(model.config, slots, capacity, limit, embedding)
         self.last = torch.zeros(slots, dtype=torch.long, device=self.device)  # each row's newest token
         self.written = torch.zeros(slots, dtype=torch.long, device=self.device)  # how many tokens it has drawn
         self.u = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=self.device)
@@ -325,14 +314,14 @@ class Rollout:
     def run(self, rules) -> list[list[Completion]]:
         self.refill(list(range(len(self.slots))))
         while self.slots:
-            longest = max(len(self.prompts[row.prompt]) + len(row.tokens) for row in self.slots)
-            count = min(LOOK_EVERY.get(self.device.type, 8), max(self.max_new_tokens - len(row.tokens) for row in self.slots))
+            written = [len(self.completions[p][s].tokens) for p, s in self.slots]
+            longest = max(len(self.prompts[p]) + count for (p, _), count in zip(self.slots, written))
+            count = min(LOOK_EVERY.get(self.device.type, 8), self.max_new_tokens - min(written))
             steps = [self.step(longest + i, rules) for i in range(count)]
             tokens, logprobs = (torch.stack(x, 1).tolist() for x in zip(*steps))  # (B,count)
-            gaps = [slot for slot, row in enumerate(self.slots) if self.extend(row, tokens[slot], logprobs[slot])]
-            if gaps:
+            if gaps := [i for i, row in enumerate(self.slots) if self.extend(*row, tokens[i], logprobs[i])]:
                 self.refill(gaps)
-        return [[self.done[p, s] for s in range(self.n)] for p in range(len(self.prompts))]
+        return self.completions
 
     def step(self, longest: int, rules):
         """One token for each row: (ids (B,), log-probs (B,))."""
@@ -347,19 +336,19 @@ class Rollout:
         self.written[:B] += 1
         return ids, logprobs
 
-    def extend(self, row: Row, tokens, logprobs) -> bool:
+    def extend(self, prompt: int, sample: int, tokens, logprobs) -> bool:
         """Appends new tokens to a row; True when that completed it."""
+        completion = self.completions[prompt][sample]
         for token, logprob in zip(tokens, logprobs):
             if not math.isfinite(logprob):
-                raise FloatingPointError(f"the logits are not finite (NaN or inf) at token {len(row.tokens)} of sample "
-                                         f"{row.sample} of prompt {row.prompt}")  # fmt: skip
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
+                raise FloatingPointError(f"the logits are not finite (NaN or inf) at token {len(completion.tokens)} of "
+                                         f"sample {sample} of prompt {prompt}")  # fmt: skip
+            completion.tokens.append(token)
+            completion.logprobs.append(logprob)
+            completion.finished = token in self.stop_ids
             if self.on_token:
-                self.on_token(row.prompt, row.sample, token)
-            stopped = token in self.stop_ids
-            if stopped or len(row.tokens) == self.max_new_tokens:
-                self.done[row.prompt, row.sample] = Completion(row.tokens, row.logprobs, stopped)
+                self.on_token(prompt, sample, token)
+            if completion.finished or len(completion.tokens) == self.max_new_tokens:
                 return True
         return False
 
@@ -380,17 +369,18 @@ class Rollout:
                 self.slots[t] = self.slots[s]
         del self.slots[B:]
 
-    def start(self, new: dict[int, Row]):
+    def start(self, new: dict[int, tuple[int, int]]):
         """Slots begin new rows, from their prompts' keys and values; several new prompts are prefilled at a time."""
         slots_of = defaultdict(list)  # prompt -> the slots that start from it
         for slot, row in new.items():
             self.slots[slot] = row
-            slots_of[self.prompts[row.prompt]].append(slot)
+            slots_of[self.prompts[row[0]]].append(slot)
         prompts = sorted(slots_of, key=len)
         while prompts:
             count = max(1, PREFILL_TOKENS // len(prompts[-1]))
             batch, prompts = prompts[-count:], prompts[:-count]
-            self.prefill([prompt for prompt in batch if prompt not in self.prefilled])
+            if missing := [prompt for prompt in batch if prompt not in self.prefilled]:
+                self.prefill(missing)
             for prompt in batch:
                 slots = slots_of[prompt]
                 self.cache.insert(slots, *self.prefilled[prompt])
@@ -399,14 +389,12 @@ class Rollout:
                 if not self.waiting[prompt]:
                     del self.prefilled[prompt]
         slots = list(new)
-        u = [uniforms(self.seed, self.keys[row.prompt], row.sample, self.max_new_tokens) for row in new.values()]
+        u = [uniforms(self.seed, self.keys[p], s, self.max_new_tokens) for p, s in new.values()]
         self.u[slots] = torch.from_numpy(np.stack(u)).to(self.device)
         self.written[slots] = 0
 
     def prefill(self, prompts: list[tuple]):
         """Keys and values of all but the last token of each prompt, in one right-padded batch."""
-        if not prompts:
-            return
         tokens = torch.zeros(len(prompts), max(1, max(map(len, prompts)) - 1), dtype=torch.long)  # (P,T)
         for i, prompt in enumerate(prompts):
             tokens[i, : len(prompt) - 1] = torch.tensor(prompt[:-1])

@@ -49,6 +49,7 @@ class Config:
     model: str = "tiny"  # an alias (qwen3-0.6b, smollm2-135m-instruct, …), a directory or a hub id
     preset: str | None = None  # sort, gsm8k; defaults that flags override (default: sort for tiny, else gsm8k)
     data: str | None = None  # sort[:LENGTH], countdown, gsm8k[:DIRECTORY], FILE.jsonl[:TEST.jsonl]
+    few_shot: int = 0  # worked examples before each question of gsm8k, 0 to 3: a small model may need them for the format
     rewards: str | None = None  # name:weight,file.py:function:weight,… (default: the usual ones of the data)
     solved: str | None = None  # the reward that is above 0 where an answer is right, for evaluation (default: the data's)
     enable_thinking: bool | None = None  # passed to the chat template, where it has such a switch
@@ -131,7 +132,7 @@ PRESETS = {
 
 # For each kind of data: its rewards, and the one that says whether an answer is right.
 TASKS = {
-    "sort": ("sort_distance", "sort_exact"),
+    "sort": ("sort_distance,sort_exact", "sort_exact"),
     "countdown": ("countdown", "countdown"),
     "gsm8k": ("correctness,int,strict_format,soft_format,xmlcount", "gsm8k_number"),
 }
@@ -370,7 +371,7 @@ class Run:
         self.weights = [reward.weight for reward in self.rewards]
         place = find_checkpoint(cfg.model)
         self.tokenizer = load_tokenizer(place)
-        self.train, test = data.load_data(cfg.data, cfg.seed)
+        self.train, test = data.load_data(cfg.data, cfg.seed, cfg.few_shot)
         template = {} if cfg.enable_thinking is None else {"enable_thinking": cfg.enable_thinking}
         fit = dict(truncate=cfg.truncate_prompts, **template)
         self.train, dropped = data.fit_prompts(self.train, self.tokenizer, cfg.max_prompt_length, **fit)

@@ -21,7 +21,7 @@ from data import countdown, gsm8k, jsonl, sort
 HELD_OUT = 256  # test problems of a generated task
 
 
-def load_data(spec, seed=0):
+def load_data(spec, seed=0, few_shot=0):
     """-> (train, test) for what stands after --data:
 
     sort, sort:LENGTH              lists of LENGTH digits (4), generated, endless
@@ -29,7 +29,8 @@ def load_data(spec, seed=0):
     gsm8k, gsm8k:DIRECTORY         downloaded once, or train.jsonl and test.jsonl of DIRECTORY
     FILE.jsonl, FILE.jsonl:TEST.jsonl   a user's own; without TEST.jsonl, test is empty
 
-    Finite train sets are repeated for ever, each epoch in an order of its own.
+    Finite train sets are repeated for ever, each epoch in an order of its own. few_shot: worked examples before each
+    question of gsm8k.
     """
     name, _, option = spec.partition(":")
     if name == "sort":
@@ -43,7 +44,7 @@ def load_data(spec, seed=0):
         return generated(countdown.draw, countdown.identity, seed)
     if name == "gsm8k":
         train, test = (
-            [gsm8k.problem(row, where) for where, row in jsonl.rows(path, ("question", "answer"))]
+            [gsm8k.problem(row, where, few_shot) for where, row in jsonl.rows(path, ("question", "answer"))]
             for path in gsm8k.files(option or None)
         )
         return Epochs(train, seed), test

@@ -34,12 +34,30 @@ the final number, nothing else
 </answer>"""
 
 
-def problem(row, where):
-    """A row {"question", "answer"} of the files -> a problem; `where`, its file and line, stands in errors."""
+# Worked examples as earlier turns of the chat, ours, not GSM8K's: (question, working, answer).
+SHOTS = [
+    ("Tom has 3 bags of 4 apples and eats 2. How many apples are left?",
+     "3 bags of 4 apples are 3 * 4 = 12 apples. He eats 2, so 12 - 2 = 10 are left.", "10"),
+    ("A pen costs $2 and a book costs $7. What do 3 pens and a book cost?",
+     "3 pens cost 3 * 2 = 6 dollars. With the book that is 6 + 7 = 13 dollars.", "13"),
+    ("Ann runs 5 miles a day. How far does she run in a week?",
+     "A week has 7 days. She runs 5 * 7 = 35 miles.", "35"),
+]  # fmt: skip
+
+
+def problem(row, where, few_shot=0):
+    """A row {"question", "answer"} of the files -> a problem, after `few_shot` worked examples (a model that never hits
+    the format by chance has nothing to learn from). `where`, its file and line, stands in errors."""
+    if not 0 <= few_shot <= len(SHOTS):
+        raise ValueError(f"few_shot is {few_shot}, but there are {len(SHOTS)} worked examples: choose from 0 to {len(SHOTS)}")
     if "####" not in row["answer"]:
         raise ValueError(f"{where}: 'answer' has no '####' with the final answer after it")
+    messages = [{"role": "system", "content": SYSTEM_PROMPT}]
+    for question, working, answer in SHOTS[:few_shot]:
+        reply = f"<reasoning>\n{working}\n</reasoning>\n<answer>\n{answer}\n</answer>\n"
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     return {
-        "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}],
+        "prompt": messages + [{"role": "user", "content": row["question"]}],
         "answer": row["answer"].split("####")[1].strip().replace(",", ""),
         "question": row["question"],
     }

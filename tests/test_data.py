@@ -339,13 +339,13 @@ def test_a_finite_train_set_stays_one_after_dropping(tmp_path):
 def test_generated_problems_are_encoded_as_they_are_read():
     tiny = load_tokenizer("tiny")
     train, _ = data.load_data("sort", 2)
-    fitted, dropped = data.fit_prompts(train, tiny, 9)
+    fitted, dropped = data.fit_prompts(train, tiny, 5)
     assert dropped == 0
     for i in (0, 7, 123456):
         assert fitted[i] == {**train[i], "prompt_ids": tiny.encode(train[i]["prompt"])}
-    with pytest.raises(ValueError, match="problem 7: 9 prompt tokens, above max_prompt_length 8"):
-        data.fit_prompts(train, tiny, 8)[0][7]
-    assert data.fit_prompts(train, tiny, 8, truncate=True)[0][7]["prompt_ids"] == tiny.encode(train[7]["prompt"])[1:]
+    with pytest.raises(ValueError, match="problem 7: 5 prompt tokens, above max_prompt_length 4"):
+        data.fit_prompts(train, tiny, 4)[0][7]
+    assert data.fit_prompts(train, tiny, 4, truncate=True)[0][7]["prompt_ids"] == tiny.encode(train[7]["prompt"])[1:]
 
 
 def test_template_keywords_reach_every_prompt(tmp_path):
@@ -357,3 +357,19 @@ def test_template_keywords_reach_every_prompt(tmp_path):
         for options, end in (({}, "assistant\n"), ({"enable_thinking": False}, "<think>")):
             fitted, _ = data.fit_prompts(problems, tokenizer, 99, **options)
             assert tokenizer.decode(fitted[0]["prompt_ids"]).endswith(end)
+
+
+def test_gsm8k_few_shot_examples_are_full_marks_in_the_format(tmp_path):
+    """A small model copies what it is shown, a missing newline too."""
+    import rewards
+
+    row = {"question": "How many?", "answer": "So.\n#### 5,600"}
+    prompt = gsm8k.problem(row, "here", few_shot=3)["prompt"]
+    assert [m["role"] for m in prompt] == ["system", *["user", "assistant"] * 3, "user"]
+    assert prompt[-1]["content"] == "How many?"
+    shown = [m["content"] for m in prompt if m["role"] == "assistant"]
+    for fn in (rewards.strict_format_reward, rewards.soft_format_reward, rewards.int_reward, rewards.xmlcount_reward):
+        assert fn(completions=shown) == [0.5] * 3
+    assert rewards.correctness_reward(completions=shown, answer=["10", "13", "35"]) == [2.0] * 3
+    with pytest.raises(ValueError, match="few_shot is 4.*from 0 to 3"):
+        gsm8k.problem(row, "here", few_shot=4)
