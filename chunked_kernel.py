@@ -83,7 +83,7 @@ def chunked_loss(hidden, weight, targets, token_loss, temperature=1.0, *, chunk=
     head = _Head(hidden.detach(), weight.detach(), targets, temperature, chunk)
     dH = torch.empty_like(head.hidden) if grads and hidden.requires_grad else None
     dW = head.new_weight_gradient() if grads and weight.requires_grad else None
-    logp, entropy = torch.empty(2, len(targets), dtype=head.dtype, device=hidden.device)
+    logp, entropy = (torch.empty(len(targets), dtype=head.dtype, device=hidden.device) for _ in range(2))
     loss = torch.zeros((), dtype=head.dtype, device=hidden.device)
 
     for rows in head.chunks:
@@ -131,7 +131,7 @@ class _LogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, chunk, keep_unit):
         ctx.set_materialize_grads(False)  # None, not zeros, tells the backward pass that nobody uses the entropy
         head = _Head(hidden, weight, targets, temperature, chunk)
-        logp, entropy, lse = torch.empty(3, len(targets), dtype=head.dtype, device=hidden.device)
+        logp, entropy, lse = (torch.empty(len(targets), dtype=head.dtype, device=hidden.device) for _ in range(3))
         unit = torch.empty_like(hidden, dtype=head.dtype) if keep_unit else None
         for rows in head.chunks:
             logp[rows], entropy[rows], lse[rows] = head.statistics(rows)

@@ -226,7 +226,7 @@ def optimizer_step(model, optimizer, rows: list[Row], cfg, step: int) -> dict:
         for name, (value, weight) in metrics.items():
             sums[name][0] += value.item()
             sums[name][1] += weight.item()
-    norm = fsdp.clip_grad_norm(model, cfg.max_grad_norm)
+    norm = fsdp.clip_grad_norm(model, cfg.max_grad_norm or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(cfg, step)
     finite = math.isfinite(norm) and math.isfinite(fsdp.all_sum(total))

@@ -413,7 +413,7 @@ def find_checkpoint(name: str) -> str:
     """An alias, a directory or a hub id -> "tiny", or a directory with config.json, safetensors and tokenizer.
 
     Hub ids are downloaded by huggingface_hub, with its cache, progress bar and offline mode; safetensors and tokenizer
-    files only. ValueError for a name that is none of these, RuntimeError where the download is not possible.
+    files only. ValueError for a name that is none of these, ConnectionError where the download is not possible.
     """
     if name == "tiny" or os.path.isdir(name):
         return name
@@ -432,14 +432,14 @@ def find_checkpoint(name: str) -> str:
         files = ["config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
         return snapshot_download(repo, allow_patterns=files)
     except GatedRepoError:
-        raise RuntimeError(f"{repo!r}: accept its licence on its hub page, then run `hf auth login`") from None
+        raise ConnectionError(f"{repo!r}: accept its licence on its hub page, then run `hf auth login`") from None
     except RepositoryNotFoundError:
-        raise RuntimeError(
+        raise ConnectionError(
             f"{repo!r} is no directory here and no hub model that you may see: check the name, or run `hf auth login`"
         ) from None
     except Exception as error:  # every way a network can fail, the hub's own offline errors, a full disk
         why = getattr(error, "strerror", None) or type(error).__name__
-        raise RuntimeError(
+        raise ConnectionError(
             f"{repo!r} is no directory here, not in the cache and cannot be downloaded ({why}): connect to the network "
             f"or run `hf download {repo}` where there is one and copy the cache, or pass --model DIRECTORY"
         ) from None

@@ -18,7 +18,7 @@ from pathlib import Path
 PANELS = [
     ("reward", ["reward"], "linear"),
     ("reward functions (unweighted means)", ["rewards/*/mean"], "linear"),
-    ("held-out problems", ["eval/reward*", "eval/*greedy", "eval/*pass@*"], "linear"),
+    ("held-out problems, share solved", ["eval/solved", "eval/pass@*"], "linear"),
     ("completion length (tokens)", ["completions/mean_length"], "linear"),
     ("shares: cut off, groups all alike", ["completions/clipped_ratio", "frac_reward_zero_std"], "linear"),
     ("entropy (nats a token)", ["entropy"], "linear"),

@@ -74,31 +74,28 @@ class Prefill:
 class KVCache:
     """Keys and values of all decoding rows, and one decode step's attention over them.
 
-    A layer is (rows*K, capacity, d). Rows [:B] are alive, row r holds lengths[r] tokens. Capacity grows by half when
-    the longest row reaches it, but not past `limit`: memory follows what is used, and copying stays a constant share.
+    A layer is (rows,K,capacity,d). Rows [:B] are alive, row r holds lengths[r] tokens. Capacity grows by half when the
+    longest row reaches it, but not past `limit`: memory follows what is used, and copying stays a constant share.
     """
 
     def __init__(self, config, rows: int, capacity: int, limit: int, like: torch.Tensor):
         self.K, self.d = config.num_key_value_heads, config.head_dim
         self.capacity, self.limit = bucket(capacity), bucket(limit)
-        shape = (rows * self.K, self.capacity, self.d)
+        shape = (rows, self.K, self.capacity, self.d)
         self.keys, self.values = ([like.new_zeros(shape) for _ in range(config.num_hidden_layers)] for _ in range(2))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
-
-    def by_row(self, x):  # (rows*K,capacity,d) -> (rows,K,capacity,d)
-        return x.view(-1, self.K, *x.shape[1:])
 
     def insert(self, rows: list[int], keys, values):
         """Rows take a prefilled prompt: keys, values one (T,K,d) a layer."""
         rows, length = torch.tensor(rows, device=self.lengths.device), keys[0].shape[0]
         self.grow(length + 1)
         for x, new in zip(self.keys + self.values, keys + values):
-            self.by_row(x)[:, :, :length].index_copy_(0, rows, new.transpose(0, 1).expand(len(rows), -1, -1, -1))
+            x[:, :, :length].index_copy_(0, rows, new.transpose(0, 1).expand(len(rows), -1, -1, -1))
         self.lengths[rows] = length
 
     def move(self, source: list[int], target: list[int]):
         """Rows `source` take the places of rows `target`."""
-        for x in (*map(self.by_row, self.keys + self.values), self.lengths):
+        for x in (*self.keys, *self.values, self.lengths):
             x[target] = x[source]
 
     def grow(self, needed: int):
@@ -107,31 +104,30 @@ class KVCache:
         before, self.capacity = self.capacity, max(bucket(needed), min(bucket(self.capacity * 3 // 2), self.limit))
         for store in (self.keys, self.values):
             for layer, x in enumerate(store):  # one at a time: never two whole caches
-                store[layer] = x.new_zeros(x.shape[0], self.capacity, self.d)
-                store[layer][:, :before] = x
+                store[layer] = x.new_zeros(len(x), self.K, self.capacity, self.d)
+                store[layer][:, :, :before] = x
 
     def begin_step(self, B: int, longest: int):
         """Before a forward of B rows, the longest holding `longest` tokens with the new one: what its layers share."""
         self.grow(longest)
         self.B, self.L, device = B, bucket(longest), self.lengths.device
-        at = self.lengths[:B].repeat_interleave(self.K)  # (B*K,)
-        self.new = torch.arange(len(at), device=device) * self.capacity + at  # places in (rows*K*capacity,d)
-        hidden = torch.arange(self.L, device=device) > at[:, None, None]  # (B*K,1,L)
-        self.mask = self.keys[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        heads = torch.arange(B * self.K, device=device) * self.capacity
+        self.new = heads + self.lengths[:B].repeat_interleave(self.K)  # (B*K,) the new tokens' places, of rows*K*capacity
+        hidden = torch.arange(self.L, device=device) > self.lengths[:B, None]  # (B,L)
+        self.mask = self.keys[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]  # (B,1,1,L)
 
     def positions(self, tokens):
         return self.lengths[: self.B, None]
 
     def attend(self, layer, q, k, v):
-        """q (B,1,H,d), k, v (B,1,K,d) -> (B,1,H,d). Two products over the heads of a group, keys never expanded: on
-        CPUs half the time of scaled_dot_product_attention."""
-        keys, values, rows = self.keys[layer], self.values[layer], self.B * self.K
-        keys.view(-1, self.d).index_copy_(0, self.new, k.reshape(rows, self.d))
-        values.view(-1, self.d).index_copy_(0, self.new, v.reshape(rows, self.d))
-        keys, values = keys[:rows, : self.L], values[:rows, : self.L]  # (B*K,L,d), views
-        grouped = q.view(rows, -1, self.d)  # (B*K,H/K,d)
-        scores = torch.baddbmm(self.mask, grouped, keys.transpose(1, 2), alpha=self.d**-0.5)  # (B*K,H/K,L)
-        return torch.bmm(scores.softmax(-1), values).view(q.shape)
+        """q (B,1,H,d), k, v (B,1,K,d) -> (B,1,H,d). The heads that share keys stand where a sequence's queries usually
+        do, so keys are never expanded: on CPUs as fast as plain products in fp32, three times as fast in bf16."""
+        keys, values, d = self.keys[layer], self.values[layer], self.d
+        keys.view(-1, d).index_copy_(0, self.new, k.reshape(-1, d))
+        values.view(-1, d).index_copy_(0, self.new, v.reshape(-1, d))
+        grouped = q.view(self.B, self.K, -1, d)  # (B,K,H/K,d)
+        keys, values = keys[: self.B, :, : self.L], values[: self.B, :, : self.L]  # (B,K,L,d)
+        return F.scaled_dot_product_attention(grouped, keys, values, self.mask).view(q.shape)
 
     def end_step(self):
         self.lengths[: self.B] += 1

@@ -97,7 +97,7 @@ class Config:
     adam_beta1: float = 0.9  # AdamW
     adam_beta2: float = 0.999  # AdamW
     weight_decay: float = 0.0  # AdamW
-    max_grad_norm: float = 1.0  # gradients of a larger global norm are scaled down to it
+    max_grad_norm: float = 1.0  # gradients of a larger global norm are scaled down to it; 0: never
     # Machine
     device: str | None = None  # cpu or cuda (default: cuda where there is one)
     dtype: str | None = None  # compute type, float32 or bfloat16 (default: bfloat16 on cuda); masters are always fp32
@@ -425,8 +425,8 @@ class Run:
             f"each step: {cfg.prompts_per_step} prompts x {cfg.num_generations} completions of at most "
             f"{cfg.max_completion_length} tokens; {cfg.max_steps} steps; head: {'chunked' if cfg.chunked_head else 'plain'}\n"
             f"preset {cfg.preset}: " + " ".join(f"{k}={v}" for k, v in chosen.items()) + f"\nwriting to {self.directory}\n"
-            "With one update a rollout and no KL the loss is near 0 by construction (a group's advantages sum to 0): watch the "
-            "reward and grad_norm instead."
+            "With one update a rollout and no KL the loss stays near 0 however much is learned (a group's advantages sum to 0): watch "
+            "the reward and grad_norm."
         )
 
     def is_flat(self, group: list[Row]) -> bool:

@@ -244,6 +244,15 @@ def test_a_loss_that_needs_whole_rows_is_refused_by_the_chunks():
             token_loss(cfg, None, None, torch.ones(3), torch.ones(3))
 
 
+def test_log_probs_may_be_changed_in_place():
+    """Outputs cut from one buffer share a version counter: zeroing masked log-probs in place broke the backward."""
+    hidden, weight, targets = inputs()
+    logp, entropy = chunked_logprobs(hidden, weight, targets)
+    (logp.mul_(2) + entropy).sum().backward()
+    exact = full_logits(hidden, weight, targets)
+    torch.testing.assert_close(hidden.grad, torch.autograd.grad((2 * exact[0] + exact[1]).sum(), hidden)[0])
+
+
 def test_a_tied_head_adds_to_the_embeddings_gradient():
     hidden, weight, targets = inputs()
     grads = []

@@ -812,7 +812,7 @@ import model
 def attempt(name):
     try:
         return model.load_model(name)
-    except (RuntimeError, ValueError) as error:
+    except (ConnectionError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
 result, compiler = {}, "torch._dynamo" in sys.modules
@@ -857,7 +857,7 @@ def test_a_hub_model_is_downloaded_cached_and_missed_in_one_clear_line(checkpoin
     assert "'gated/model': accept its licence" in result["gated"]
     absent = {"not cached": "Qwen/Qwen3-1.7B", "offline, not cached": "HuggingFaceTB/SmolLM2-135M-Instruct"}
     for name, repo in absent.items():
-        assert result[name].startswith(f"RuntimeError: {repo!r} is no directory here, not in the cache"), result[name]
+        assert result[name].startswith(f"ConnectionError: {repo!r} is no directory here, not in the cache"), result[name]
         assert f"hf download {repo}" in result[name] and "--model DIRECTORY" in result[name]
     assert not any("\n" in result[name] for name in ("unknown", "gated", "not cached", "offline, not cached"))
 

@@ -15,7 +15,7 @@ def write_run(directory, steps=12, tail="", **extra):
                "grad_norm": float(step % 3), "entropy": 1.0, "loss": 0.0, "step_time": 2.0, "kl": None,
                "clip_ratio/region_mean": float("nan"), "num_tokens": 100 * step, "note": "line\u2028separator", **extra}
         if step % 4 == 0:
-            row |= {"eval/reward": 0.5, "eval/correctness/greedy": 0.25, "eval/pass@4": 0.75, "eval/step_time": 9.0}
+            row |= {"eval/reward": 0.5, "eval/solved": 0.25, "eval/pass@4": 0.75, "eval/step_time": 9.0}
         lines.append(json.dumps(row, ensure_ascii=False))
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n" + tail, encoding="utf-8")
     return directory
@@ -42,13 +42,13 @@ def test_plot_run_draws_what_was_logged(tmp_path, figure):
     assert path == run / "plot.png" and path.read_bytes().startswith(b"\x89PNG")
     titles = [axes.get_title(loc="left") for axes in figure[0].axes]
     assert titles == [
-        "reward", "reward functions (unweighted means)", "held-out problems", "completion length (tokens)",
+        "reward", "reward functions (unweighted means)", "held-out problems, share solved", "completion length (tokens)",
         "shares: cut off, groups all alike", "entropy (nats a token)", "gradient norm before clipping",
         "seconds a step"]                               # kl was null, the clipped share NaN, in every step
     by_title = dict(zip(titles, figure[0].axes))
     legends = [[t.get_text() for t in axes.get_legend().get_texts()] for axes in figure[0].axes[1:3]]
-    assert legends == [["correctness", "int"], ["reward", "correctness/greedy", "pass@4"]]
-    assert [list(line.get_xdata()) for line in by_title[titles[2]].lines] == [[4, 8, 12]] * 3
+    assert legends == [["correctness", "int"], ["solved", "pass@4"]]
+    assert [list(line.get_xdata()) for line in by_title[titles[2]].lines] == [[4, 8, 12]] * 2
     raw = by_title["reward"].lines[0]
     assert list(raw.get_xdata()) == list(range(1, 13)) and list(raw.get_ydata()) == [s / 10 for s in range(1, 13)]
     low, high = by_title["entropy (nats a token)"].get_ylim()
