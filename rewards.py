@@ -179,7 +179,7 @@ def sort_exact_reward(completions, prompts=None, numbers=None, **kwargs):
     """1.0 if the answer is exactly the sorted numbers: single spaces between, or for digits none."""
     def exact(text, given):
         words = [str(x) for x in sorted(given)]
-        return float(extract_answer(text) in ([" ".join(words)] + ["".join(words)] * _all_digits(given)))
+        return float(extract_answer(text) in ([" ".join(words)] + ["".join(words)] * all(0 <= x <= 9 for x in given)))
 
     return [exact(text, given) if given else None for text, given in zip(texts(completions), _given(prompts, numbers))]
 
@@ -207,7 +207,7 @@ def sort_inclusion_ordering_reward(completions, prompts=None, numbers=None, **kw
     def share(found, given):
         n = len(given)
         inclusion = sum((Counter(given) & Counter(found)).values())
-        ordering = sum(x <= y for x, y in zip(found[:n], found[1:n]))
+        ordering = sum(None not in (x, y) and x <= y for x, y in zip(found[:n], found[1:n]))
         return (inclusion + ordering) / (n + max(n, len(found)) - 1)
 
     return [share(_found(text, given), given) if given else None
@@ -218,16 +218,13 @@ def _given(prompts, numbers):
     return [_integers(text) for text in texts(prompts)] if numbers is None else numbers
 
 
-def _all_digits(given):
-    return all(0 <= x <= 9 for x in given)
-
-
 def _found(text, given):
-    """The answer's numbers: what stands between other characters, or, where digits were given and the answer separates
-    none of its own ("1234", as data/sort.py writes them), each digit."""
+    """The answer's numbers; of digits that stand together, as data/sort.py writes them ("1234"), each character, so that
+    what is no digit takes a place and a place is right or wrong whatever stands in the others."""
     answer = extract_answer(text)
-    separated = re.search(r"[0-9][\s,]+[0-9]", answer)
-    return [int(x) for x in re.findall("[0-9]", answer)] if _all_digits(given) and not separated else _integers(answer)
+    if all(0 <= x <= 9 for x in given) and not re.search(r"[0-9][\s,]+[0-9]", answer):
+        return [int(x) if x in "0123456789" else None for x in answer]
+    return _integers(answer)
 
 
 def _integers(text):

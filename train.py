@@ -132,7 +132,7 @@ PRESETS = {
 
 # For each kind of data: its rewards, and the one that says whether an answer is right.
 TASKS = {
-    "sort": ("sort_distance,sort_exact", "sort_exact"),
+    "sort": ("sort_distance", "sort_exact"),
     "countdown": ("countdown", "countdown"),
     "gsm8k": ("correctness,int,strict_format,soft_format,xmlcount", "gsm8k_number"),
 }

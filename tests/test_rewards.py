@@ -153,7 +153,9 @@ def test_a_gold_that_is_no_number_is_an_error():
     ("0123", 1.0, 1.0, 1.0),                                        # digits need no spaces: how data/sort.py has them
     ("3102", 0.0, 1 / 4, 5 / 7),
     ("01234", 0.0, 4 / 5, 7 / 8),
-    ("0x1y23", 0.0, 1.0, 1.0),                                      # partial credit overlooks what is no digit
+    ("0x23", 0.0, 3 / 4, 4 / 7),                                    # x takes the 1's place; 0 2 3 occur, 2 3 in order
+    ("0x123", 0.0, 1 / 5, 5 / 8),
+    ("x\ny1", 0.0, 0.0, 1 / 7),
     ("0 1 2 13", 0.0, 3 / 4, 6 / 7),                                # with spaces 13 is one number
     ("0 12 3", 0.0, 1 / 4, 3 / 7),                                  # 0 and 3 occur, 0 12 is in order
     ("", 0.0, 0.0, 0.0),
