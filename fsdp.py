@@ -326,7 +326,7 @@ def load_checkpoint(directory, model, optimizer) -> dict:
             _, kind, name = key.split(".", 2)
             p, dtype = model.get_parameter(name), entry.properties.dtype
             empty = torch.empty_like(p, dtype=dtype) if entry.size == p.shape else torch.empty(entry.size, dtype=dtype)
-            moments[f"{kind}.{name}"] = states[p][kind] = empty.detach()
+            moments[f"{kind}.{name}"] = states[p][kind] = empty
     dcp.load({"model": tensors, "optimizer": moments}, storage_reader=reader)
     optimizer.load_state_dict({
         "state": {i: states[p] for i, p in enumerate(parameters) if states[p]},

@@ -83,8 +83,9 @@ class Journal:
         if held_out:
             self.say(f"step {step}, held out: " + " ".join(f"{name} {value:.3f}" for name, value in held_out.items()))
 
-    def last_words(self, solved: str, picture, model: Path, raw: bool):
-        """What the run achieved, and where everything is. solved: the reward that says an answer is right."""
+    def last_words(self, solved: str, picture, model: Path, command: str):
+        """What the run achieved, and where everything is. solved: the reward that says an answer is right; command: how
+        to try the model."""
         self.bar.close()
         if not self.active:
             return
@@ -95,5 +96,4 @@ class Journal:
         if share:
             (first, before), (last, after) = share[0], share[-1]
             print(f"held-out problems solved ({solved}): {before:.1%} at step {first}, {after:.1%} at step {last}")
-        print(f"plot     {picture}\nsamples  {self.directory / 'samples.jsonl'}\n"
-              f"model    {model}   (python sample.py --model {model}{' --raw' if raw else ''} \"…\")")  # fmt: skip
+        print(f"plot     {picture}\nsamples  {self.directory / 'samples.jsonl'}\nmodel    {model}   ({command})")

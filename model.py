@@ -367,20 +367,17 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Random weights from torch's generator: normal, std 1/sqrt(fan-in) for matrices and 0.02 for embeddings,
-        and the matrices that write into the residual stream smaller by sqrt(2 · layers), as GPT-2 has it."""
+        """Random weights from torch's generator: normal, std 0.02, as GPT-2 and Hugging Face have it, and for the matrices
+        that write into the residual stream smaller by sqrt(2 · layers). Small throughout, so that at the start the
+        stream still says which token it stands on: with larger matrices `tiny` does not learn to sort."""
         residual = (2 * self.config.num_hidden_layers) ** -0.5
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear) and module is not self.lm_head:
-                into_stream = name.endswith(("o_proj", "down_proj"))
-                module.weight.normal_(std=module.in_features**-0.5 * (residual if into_stream else 1.0))
-                if module.bias is not None:
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                module.weight.normal_(std=0.02 * (residual if name.endswith(("o_proj", "down_proj")) else 1.0))
+                if getattr(module, "bias", None) is not None:
                     module.bias.zero_()
             elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-        self.model.embed_tokens.weight.normal_(std=0.02)
-        if not self.config.tie_word_embeddings:
-            self.lm_head.weight.normal_(std=0.02)
 
 
 def fast_cpu_matmul() -> bool:

@@ -23,12 +23,14 @@ import time
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 import data
 import fsdp
+import lora
 import plot
 from cli import check_choice, help_text, parse_flags
 from data.tokenizer import load_tokenizer
@@ -47,7 +49,7 @@ from sample import generate
 class Config:
     # What is trained, on what, for what
     model: str = "tiny"  # an alias (qwen3-0.6b, smollm2-135m-instruct, …), a directory or a hub id
-    preset: str | None = None  # sort, gsm8k; defaults that flags override (default: sort for tiny, else gsm8k)
+    preset: str | None = None  # sort, gsm8k, article; defaults that flags override (default: sort for tiny, else gsm8k)
     data: str | None = None  # sort[:LENGTH], countdown, gsm8k[:DIRECTORY], FILE.jsonl[:TEST.jsonl]
     few_shot: int = 0  # worked examples before each question of gsm8k, 0 to 3: a small model may need them for the format
     rewards: str | None = None  # name:weight,file.py:function:weight,… (default: the usual ones of the data)
@@ -70,6 +72,13 @@ class Config:
     kv_bytes: int = 2 << 30  # memory for keys and values while sampling
     dynamic_sampling: int = 0  # up to this many extra rounds replace groups whose rewards are all equal (DAPO)
     reward_timeout: float = 0.0  # seconds a reward function may take; 0: any
+    # Adapters (LoRA, QLoRA)
+    lora_r: int = 0  # rank of the adapters; 0: full fine-tuning
+    lora_alpha: float = 32.0  # they are scaled by lora_alpha / lora_r
+    lora_dropout: float = 0.0  # of their inputs, in the learner's passes that carry gradients
+    lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # names of linears, or re:EXPRESSION
+    adapter: str | None = None  # start from this PEFT directory (its own r, alpha and targets)
+    base: str = "keep"  # nf4: the frozen base in 4 bits
     # Loss
     loss_type: str = "dapo"  # grpo, bnpo, dr_grpo, dapo, gspo, cispo, sapo, luspo, vespo, reinforce, … or file.py:name
     scale_rewards: str = "group"  # group, batch, none, rloo, raw, max, normalize_then_sum
@@ -128,6 +137,11 @@ PRESETS = {
         eval_problems=256, eval_samples=0, print_every=50, save_every=0,
     ),
     "gsm8k": dict(data="gsm8k", warmup_ratio=0.02),
+    # The run of the well-known tutorials: a 4-bit Llama 3.2 3B with adapters, the five rewards, 250 steps.
+    "article": dict(
+        model="llama-3.2-3b-instruct", data="gsm8k", base="nf4", lora_r=32, lora_alpha=64.0, learning_rate=5e-6, num_generations=8,
+        prompts_per_step=1, max_prompt_length=256, max_completion_length=200, max_steps=250, warmup_ratio=0.1, max_grad_norm=0.1,
+    ),
 }  # fmt: skip
 
 # For each kind of data: its rewards, and the one that says whether an answer is right.
@@ -167,6 +181,9 @@ def complete(cfg: Config):
         check_choice("device", cfg.device, ("cpu", "cuda"))
     if cfg.dtype is not None:
         check_choice("dtype", cfg.dtype, ("float32", "bfloat16"))
+    check_choice("base", cfg.base, ("keep", "nf4"))
+    if cfg.base == "nf4" and not (cfg.lora_r or cfg.adapter):
+        raise ValueError("--base nf4 is frozen, so something must be trained on it: --lora_r 16, or --adapter DIRECTORY")
     for name in ("prompts_per_step", "num_generations", "max_completion_length", "max_steps", "num_iterations",
                  "steps_per_generation", "micro_batch_tokens", "max_prompt_length", "chunk_bytes", "kv_bytes"):  # fmt: skip
         if getattr(cfg, name) < 1:
@@ -211,6 +228,7 @@ def train(cfg: Config, run: "Run"):
         described = describe(run, rows)
         for update in range(min(updates, cfg.max_steps - run.step)):  # 4  update
             part = [row for row in rows if row.place // cfg.prompts_per_step == update % cfg.steps_per_generation]
+            torch.manual_seed(hash((cfg.seed, run.step, run.world.rank)))  # dropout, the same after a resume
             metrics = described | optimizer_step(model, optimizer, part, cfg, run.step)
             run.step += 1
             metrics["step_time"] = time.perf_counter() - clock
@@ -254,7 +272,7 @@ def collect(run: "Run", cfg: Config) -> list[Row]:
 
 def sample_rows(run: "Run", cfg: Config, problems: dict[int, dict], n: int, temperature: float, key=lambda i: i) -> list[Row]:
     """n completions of each problem {index: problem}. Draws are keyed by the problem's index: no rank, no order."""
-    with fsdp.unsharded(run.model) as plain:
+    with fsdp.unsharded(run.model) as plain, run.for_sampling(plain):
         groups = generate(
             plain, [problem["prompt_ids"] for problem in problems.values()], n, max_new_tokens=cfg.max_completion_length,
             temperature=temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p, stop_ids=run.tokenizer.stop_ids,
@@ -379,7 +397,20 @@ class Run:
 
         torch.manual_seed(cfg.seed)
 
-        def prepare(model):
+        chosen = [choose_directory(cfg.output_dir, cfg.model, cfg.data, cfg.resume)] if fsdp.is_first() else []
+        self.directory = fsdp.gather_objects(chosen)[0]
+        checkpoint = fsdp.latest_checkpoint(self.directory) if cfg.resume else None
+        start_adapter = self.directory / "start_adapter"  # checkpoints hold what is trained, not where it started from
+        adapter = start_adapter if checkpoint and start_adapter.exists() else cfg.adapter
+        self.adapted = bool(cfg.lora_r or adapter)
+
+        def prepare(model):  # in this order, see fsdp.shard
+            if adapter:
+                lora.load_adapter(model, adapter, base=cfg.base)
+            elif cfg.lora_r:
+                targets = cfg.lora_targets
+                targets = targets.removeprefix("re:") if targets.startswith("re:") else targets.split(",")
+                lora.add_lora(model, cfg.lora_r, cfg.lora_alpha, targets, cfg.lora_dropout, base=cfg.base)
             model.model.checkpointing = cfg.gradient_checkpointing
             fsdp.shard(model, world, cfg.shard, getattr(torch, cfg.dtype))
 
@@ -388,8 +419,11 @@ class Run:
         if cfg.max_prompt_length + cfg.max_completion_length > longest:
             raise ValueError(f"--max_prompt_length {cfg.max_prompt_length} and --max_completion_length "
                              f"{cfg.max_completion_length} together pass the {longest} tokens that {cfg.model} reads")  # fmt: skip
-        self.reference = None  # a context that gives the model training started from
-        if cfg.beta:
+        # Two contexts: the model that training started from, and the form of the model that samples fastest.
+        self.reference, self.for_sampling = partial(lora.reference, self.model), nullcontext
+        if self.adapted and cfg.dtype == "float32" and cfg.device == "cpu":
+            self.for_sampling = lora.merged  # one product a layer in place of three; bf16 would round small changes away
+        if cfg.beta and not self.adapted:
             frozen = load_model(place, device=world.device, prepare=prepare).requires_grad_(False)
             frozen.load_state_dict(self.model.state_dict())  # `tiny` is random: the copy must be of this one
             self.reference = lambda: nullcontext(frozen)
@@ -398,9 +432,9 @@ class Run:
         self.optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)
 
         self.step = self.next_problem = self.num_tokens = 0
-        chosen = [choose_directory(cfg.output_dir, cfg.model, cfg.data, cfg.resume)] if fsdp.is_first() else []
-        self.directory = fsdp.gather_objects(chosen)[0]
-        checkpoint = fsdp.latest_checkpoint(self.directory) if cfg.resume else None
+        if cfg.adapter and not checkpoint:
+            with self.reference():
+                lora.save_adapter(self.model, start_adapter)
         if checkpoint:
             state = fsdp.load_checkpoint(checkpoint, self.model, self.optimizer)
             self.step, self.next_problem, self.num_tokens = state["step"], state["next_problem"], state["num_tokens"]
@@ -444,17 +478,23 @@ class Run:
         fsdp.save_checkpoint(self.directory / "checkpoints" / f"step_{self.step:06d}", self.model, self.optimizer, state)
 
     def finish(self):
-        """Saves the model, draws the plot, and says what came of it."""
-        folder, random_start = self.directory / "model", self.model.source is None
+        """Saves the model or its adapter, draws the plot, and says what came of it."""
+        built_in = self.model.source is None
+        if self.adapted:
+            folder = self.directory / "adapter"
+            lora.save_adapter(self.model, folder)
+        else:
+            folder = self.directory / "model"
 
-        def write(pairs):
-            write_checkpoint(folder, self.model.config, pairs, torch.float32, self.model.source)
-            if random_start:
-                self.tokenizer.save(folder)
+            def write(pairs):
+                write_checkpoint(folder, self.model.config, pairs, torch.float32, self.model.source)
+                if built_in:
+                    self.tokenizer.save(folder)
 
-        fsdp.export(self.model, write)
+            fsdp.export(self.model, write)
         picture = plot.plot_run(self.directory) if fsdp.is_first() else None
-        self.journal.last_words(self.cfg.solved, picture, folder, raw=random_start)
+        command = f"python sample.py --model {self.cfg.model} --adapter {folder}" if self.adapted else f"python sample.py --model {folder}"
+        self.journal.last_words(self.cfg.solved, picture, folder, f'{command}{" --raw" if built_in else ""} "…"')
 
 
 def main():
