@@ -39,7 +39,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Processes
 
@@ -82,7 +81,7 @@ def setup(device: str | None = None, timeout: float = 600.0) -> World:
 
 
 def shutdown():
-    """Collective: leave together, at the end of a run that went well. After an error just exit: torchrun ends the rest."""
+    """Collective: leaves together, after a run that went well. After an error just exit: torchrun ends the others."""
     global saving_group
     wait_for_save()
     if dist.is_initialized():
@@ -118,7 +117,7 @@ def all_sum(x):
 
 
 def gather_objects(items: list, group=None) -> list:
-    """Collective. Lists of Python objects -> the lists of all ranks one after the other, in rank order, on every rank."""
+    """Collective. A list of Python objects -> the lists of all ranks one after the other, in rank order, on each."""
     if alone():
         return items
     parts = [None] * dist.get_world_size()
@@ -232,7 +231,7 @@ def clip_grad_norm(model, max_norm: float) -> float:
 # checksums.json, written last, with a checksum of every other file (torch.load does not notice a flipped bit).
 
 SAVER = ThreadPoolExecutor(1)
-COPY = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+COPY = StagingOptions(*[False] * 4)  # a plain copy, finished when async_save returns; no pinned or shared memory
 saving: Future | None = None  # the save that goes on in the background
 saving_group = None
 
@@ -264,7 +263,8 @@ def save_checkpoint(directory, model, optimizer, state: dict, keep: int = 2, bac
         return
     if saving_group is None:  # its messages must not mix with those of training
         saving_group = dist.new_group(backend="gloo")
-    written = dcp.async_save(tensors, storage_writer=writer, process_group=saving_group, async_stager=DefaultStager(COPY))
+    places = {"storage_writer": writer, "process_group": saving_group, "async_stager": DefaultStager(COPY)}
+    written = dcp.async_save(tensors, **places)
     saving = SAVER.submit(lambda: (written.result(), commit(unfinished, directory, state, keep, saving_group)))
 
 
@@ -316,8 +316,8 @@ def load_checkpoint(directory, model, optimizer) -> dict:
                  if name not in tensors or shapes.get(name) != tensors[name].shape]  # fmt: skip
     if differing:
         raise ValueError(
-            f"{directory} was saved from another model: {len(differing)} tensors are missing here or there or differ in "
-            f"shape, the first is {differing[0]}"
+            f"{directory} was saved from another model: {len(differing)} tensors are missing here or there or differ "
+            f"in shape, the first is {differing[0]}"
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments, states = {}, {p: {} for p in parameters}

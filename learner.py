@@ -170,7 +170,10 @@ def loss_head(mb: MicroBatch, cfg, denominator: int, differences: list):
             metrics = policy_metrics(loss_cfg, logp, old, ref, A, torch.ones_like(logp), entropy)
         else:
             logp, entropy = logprob_head(mb, cfg)(hidden, weight)
-            spread = [torch.zeros(mb.mask.shape, dtype=x.dtype, device=x.device).masked_scatter(mb.mask, x) for x in (logp, entropy)]
+            spread = [
+                torch.zeros(mb.mask.shape, dtype=x.dtype, device=x.device).masked_scatter(mb.mask, x)
+                for x in (logp, entropy)
+            ]
             loss, metrics = policy_loss(loss_cfg, spread[0], mb.old_logp, mb.ref_logp, mb.advantages, mb.mask, denominator,
                                         spread[1], mb.keep, correction, mb.sampler_logp)  # fmt: skip
         policy = logp.detach() if mb.old_logp is None else flat(mb.old_logp)  # the one that sampled

@@ -3,10 +3,10 @@
     z = logits / temperature     l = z_y - logsumexp(z)     y = first i with  sum_{j<=i} exp(z_j) > u · sum_j exp(z_j)
 
 Up to `max_batch` rows decode together. A row that finishes gives its slot to the next one of the queue; when the queue
-is empty the last rows move into the gaps, so the batch is always dense. Each distinct prompt is prefilled once; its keys
-and values are copied to all rows that continue it. A row starts from its prompt's last token, so prefill and decode meet
-in one place: the first completion token is drawn like every other. A draw takes one uniform number, a function of (seed,
-key, sample, position) alone, so neither batch size nor order nor the number of processes changes what is drawn.
+is empty the last rows move into the gaps, so the batch is always dense. Each distinct prompt is prefilled once; its
+keys and values are copied to all rows that continue it. A row starts from its prompt's last token, so prefill and
+decode meet in one place: the first completion token is drawn like every other. A draw takes one uniform number, a
+function of (seed, key, sample, position), so no batch size, order or number of processes changes what is drawn.
 
 Lives here: the cache, the loop, the sampling rules, and a chat on the command line. Not here: text (data/tokenizer.py),
 the network (model.py), what completions are worth (rewards.py).
@@ -111,8 +111,8 @@ class KVCache:
         """Before a forward of B rows, the longest holding `longest` tokens with the new one: what its layers share."""
         self.grow(longest)
         self.B, self.L, device = B, bucket(longest), self.lengths.device
-        heads = torch.arange(B * self.K, device=device) * self.capacity
-        self.new = heads + self.lengths[:B].repeat_interleave(self.K)  # (B*K,) the new tokens' places, of rows*K*capacity
+        heads = torch.arange(B * self.K, device=device)
+        self.new = heads * self.capacity + self.lengths[:B].repeat_interleave(self.K)  # places in (rows*K*capacity,d)
         hidden = torch.arange(self.L, device=device) > self.lengths[:B, None]  # (B,L)
         self.mask = self.keys[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]  # (B,1,1,L)
 

@@ -51,9 +51,9 @@ class Config:
     model: str = "tiny"  # an alias (qwen3-0.6b, smollm2-135m-instruct, …), a directory or a hub id
     preset: str | None = None  # sort, gsm8k, article; defaults that flags override (default: sort for tiny, else gsm8k)
     data: str | None = None  # sort[:LENGTH], countdown, gsm8k[:DIRECTORY], FILE.jsonl[:TEST.jsonl]
-    few_shot: int = 0  # worked examples before each question of gsm8k, 0 to 3: a small model may need them for the format
+    few_shot: int = 0  # worked examples before each gsm8k question, 0 to 3: a small model may need them for the format
     rewards: str | None = None  # name:weight,file.py:function:weight,… (default: the usual ones of the data)
-    solved: str | None = None  # the reward that is above 0 where an answer is right, for evaluation (default: the data's)
+    solved: str | None = None  # the reward that is above 0 where an answer is right (default: the data's)
     enable_thinking: bool | None = None  # passed to the chat template, where it has such a switch
     output_dir: str | None = None  # default: runs/MODEL-DATA, numbered
     resume: bool = False  # go on from the newest complete checkpoint of output_dir
@@ -132,15 +132,16 @@ class Config:
 
 PRESETS = {
     "sort": dict(
-        data="sort", prompts_per_step=32, num_generations=16, max_prompt_length=64, max_completion_length=12, max_steps=300,
-        learning_rate=1e-3, lr_scheduler_type="linear", warmup_ratio=0.03, min_lr_ratio=0.1, adam_beta2=0.95,
-        eval_problems=256, eval_samples=0, print_every=50, save_every=0,
+        data="sort", prompts_per_step=32, num_generations=16, max_prompt_length=64, max_completion_length=5,
+        max_steps=300, learning_rate=1e-3, lr_scheduler_type="linear", warmup_ratio=0.03, min_lr_ratio=0.1,
+        adam_beta2=0.95,        eval_problems=256, eval_samples=0, print_every=50, save_every=0,
     ),
     "gsm8k": dict(data="gsm8k", warmup_ratio=0.02),
     # The run of the well-known tutorials: a 4-bit Llama 3.2 3B with adapters, the five rewards, 250 steps.
     "article": dict(
-        model="llama-3.2-3b-instruct", data="gsm8k", base="nf4", lora_r=32, lora_alpha=64.0, learning_rate=5e-6, num_generations=8,
-        prompts_per_step=1, max_prompt_length=256, max_completion_length=200, max_steps=250, warmup_ratio=0.1, max_grad_norm=0.1,
+        model="llama-3.2-3b-instruct", data="gsm8k", base="nf4", lora_r=32, lora_alpha=64.0, learning_rate=5e-6,
+        prompts_per_step=1, num_generations=8, max_prompt_length=256, max_completion_length=200, max_steps=250,
+        warmup_ratio=0.1, max_grad_norm=0.1,
     ),
 }  # fmt: skip
 
@@ -170,7 +171,9 @@ def complete(cfg: Config):
     rewards, solved = TASKS.get(task, (None, None))
     cfg.rewards = cfg.rewards or rewards
     if cfg.rewards is None:
-        raise ValueError(f"--data {cfg.data} needs --rewards: name:weight,… (`python rewards.py` lists the built-in ones)")
+        raise ValueError(
+            f"--data {cfg.data} needs --rewards: name:weight,… (`python rewards.py` lists the built-in ones)"
+        )
     cfg.solved = cfg.solved or solved or cfg.rewards.split(",")[0]
     if cfg.loss_type == "cispo" and cfg.epsilon_high is None:
         cfg.epsilon_high = 5.0
@@ -183,22 +186,29 @@ def complete(cfg: Config):
         check_choice("dtype", cfg.dtype, ("float32", "bfloat16"))
     check_choice("base", cfg.base, ("keep", "nf4"))
     if cfg.base == "nf4" and not (cfg.lora_r or cfg.adapter):
-        raise ValueError("--base nf4 is frozen, so something must be trained on it: --lora_r 16, or --adapter DIRECTORY")
+        raise ValueError(
+            "--base nf4 is frozen, so something must be trained on it: --lora_r 16, or --adapter DIRECTORY"
+        )
     for name in ("prompts_per_step", "num_generations", "max_completion_length", "max_steps", "num_iterations",
-                 "steps_per_generation", "micro_batch_tokens", "max_prompt_length", "chunk_bytes", "kv_bytes"):  # fmt: skip
+                 "steps_per_generation", "micro_batch_tokens", "max_prompt_length", "chunk_bytes",
+                 "kv_bytes"):  # fmt: skip
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name} is {getattr(cfg, name)}, but must be at least 1")
     for name in ("dynamic_sampling", "eval_every", "eval_problems", "eval_samples", "save_every", "print_every"):
         if getattr(cfg, name) < 0:
             raise ValueError(f"--{name} is {getattr(cfg, name)}, but must be at least 0")
     if cfg.temperature <= 0:
-        raise ValueError(f"--temperature is {cfg.temperature}, but training needs one above 0: greedy groups are all alike")
+        raise ValueError(
+            f"--temperature is {cfg.temperature}, but training needs one above 0: greedy groups are all alike"
+        )
     if cfg.kl_in_reward and not cfg.beta:
         raise ValueError("--kl_in_reward takes beta · KL off the rewards, but --beta is 0")
     if cfg.loss_type == "vespo" and cfg.sampler_correction != "none":
         raise ValueError("--loss_type vespo weighs whole sequences itself and takes no --sampler_correction")
     if cfg.kl_in_reward and cfg.scale_rewards == "normalize_then_sum":
-        raise ValueError("--kl_in_reward changes the summed reward, which --scale_rewards normalize_then_sum does not form")
+        raise ValueError(
+            "--kl_in_reward changes the summed reward, which --scale_rewards normalize_then_sum does not form"
+        )
     cfg.loss  # checks the loss's own names
     group_advantages(torch.zeros(cfg.num_generations), cfg.num_generations, cfg.scale_rewards)  # and the scale's
 
@@ -211,7 +221,7 @@ SHOWN_GROUPS = 4  # of each rollout, in samples.jsonl
 
 
 def train(cfg: Config, run: "Run"):
-    """The loop. Everything global (problem numbers, denominators, norms, metrics) is the same for any number of ranks."""
+    """The loop. What is global (problem numbers, denominators, norms, metrics) is the same for any number of ranks."""
     model, optimizer = run.model, run.optimizer
     updates = cfg.num_iterations * cfg.steps_per_generation
     if cfg.eval_every and run.step == 0:
@@ -270,13 +280,15 @@ def collect(run: "Run", cfg: Config) -> list[Row]:
     return rows
 
 
-def sample_rows(run: "Run", cfg: Config, problems: dict[int, dict], n: int, temperature: float, key=lambda i: i) -> list[Row]:
+def sample_rows(
+    run: "Run", cfg: Config, problems: dict[int, dict], n: int, temperature: float, key=lambda i: i
+) -> list[Row]:
     """n completions of each problem {index: problem}. Draws are keyed by the problem's index: no rank, no order."""
     with fsdp.unsharded(run.model) as plain, run.for_sampling(plain):
         groups = generate(
-            plain, [problem["prompt_ids"] for problem in problems.values()], n, max_new_tokens=cfg.max_completion_length,
-            temperature=temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p, stop_ids=run.tokenizer.stop_ids,
-            seed=cfg.seed, keys=[key(i) for i in problems], max_batch=cfg.max_batch, kv_bytes=cfg.kv_bytes,
+            plain, [problem["prompt_ids"] for problem in problems.values()], n,
+            max_new_tokens=cfg.max_completion_length, temperature=temperature, top_k=cfg.top_k, top_p=cfg.top_p,
+            min_p=cfg.min_p, stop_ids=run.tokenizer.stop_ids, seed=cfg.seed, keys=[key(i) for i in problems], max_batch=cfg.max_batch, kv_bytes=cfg.kv_bytes,
         )  # fmt: skip
     return [Row(problem, i, j, completion, run.tokenizer.decode(completion.tokens))
             for (i, problem), group in zip(problems.items(), groups) for j, completion in enumerate(group)]  # fmt: skip
@@ -286,10 +298,16 @@ def score_rows(run: "Run", rows: list[Row], judge: bool = False):
     """Sets row.rewards, one value a reward function (and, to judge, the one that says whether an answer is right)."""
     if not rows:
         return
-    texts = [row.text if isinstance(row.problem["prompt"], str) else [{"role": "assistant", "content": row.text}] for row in rows]
-    columns = {name: [row.problem[name] for row in rows] for name in rows[0].problem if name not in ("prompt", "prompt_ids")}
+    texts = [
+        row.text if isinstance(row.problem["prompt"], str) else [{"role": "assistant", "content": row.text}]
+        for row in rows
+    ]
+    columns = {
+        name: [row.problem[name] for row in rows] for name in rows[0].problem if name not in ("prompt", "prompt_ids")
+    }
     values = score(
-        run.rewards + run.judge * judge, [row.problem["prompt"] for row in rows], texts, [row.completion.tokens for row in rows], columns,
+        run.rewards + run.judge * judge, [row.problem["prompt"] for row in rows], texts,
+        [row.completion.tokens for row in rows], columns,
         trainer_state=SimpleNamespace(global_step=run.step, max_steps=run.cfg.max_steps),
         **({} if judge else dict(log_metric=run.log_metric, log_extra=run.log_extra)), timeout=run.cfg.reward_timeout,
     )  # fmt: skip
@@ -350,7 +368,9 @@ def evaluate(run: "Run", cfg: Config) -> dict:
     problems = dict(list(enumerate(run.test))[run.world.rank :: run.world.size])
     entries, samples = [], []
     for n, temperature in [(1, 0.0), (cfg.eval_samples, cfg.temperature)]:
-        rows = sample_rows(run, cfg, problems, n, temperature, key=lambda i: -1 - i) if n else []  # keys no training uses
+        rows = (
+            sample_rows(run, cfg, problems, n, temperature, key=lambda i: -1 - i) if n else []
+        )  # keys no training uses
         score_rows(run, rows, judge=True)
         entries += [(row.index, temperature > 0, row.rewards.tolist(), len(row.completion.tokens)) for row in rows]
         samples += rows
@@ -393,7 +413,9 @@ class Run:
         template = {} if cfg.enable_thinking is None else {"enable_thinking": cfg.enable_thinking}
         fit = dict(truncate=cfg.truncate_prompts, **template)
         self.train, dropped = data.fit_prompts(self.train, self.tokenizer, cfg.max_prompt_length, **fit)
-        self.test, dropped_test = data.fit_prompts(test[: cfg.eval_problems], self.tokenizer, cfg.max_prompt_length, **fit)
+        self.test, dropped_test = data.fit_prompts(
+            test[: cfg.eval_problems], self.tokenizer, cfg.max_prompt_length, **fit
+        )
 
         torch.manual_seed(cfg.seed)
 
@@ -417,19 +439,25 @@ class Run:
         self.model = load_model(place, device=world.device, prepare=prepare)
         longest = self.model.config.max_position_embeddings
         if cfg.max_prompt_length + cfg.max_completion_length > longest:
-            raise ValueError(f"--max_prompt_length {cfg.max_prompt_length} and --max_completion_length "
-                             f"{cfg.max_completion_length} together pass the {longest} tokens that {cfg.model} reads")  # fmt: skip
+            raise ValueError(
+                f"--max_prompt_length {cfg.max_prompt_length} and --max_completion_length {cfg.max_completion_length} "
+                f"together pass the {longest} tokens that {cfg.model} reads"
+            )
         # Two contexts: the model that training started from, and the form of the model that samples fastest.
         self.reference, self.for_sampling = partial(lora.reference, self.model), nullcontext
         if self.adapted and cfg.dtype == "float32" and cfg.device == "cpu":
-            self.for_sampling = lora.merged  # one product a layer in place of three; bf16 would round small changes away
+            self.for_sampling = (
+                lora.merged
+            )  # one product a layer in place of three; bf16 would round small changes away
         if cfg.beta and not self.adapted:
             frozen = load_model(place, device=world.device, prepare=prepare).requires_grad_(False)
             frozen.load_state_dict(self.model.state_dict())  # `tiny` is random: the copy must be of this one
             self.reference = lambda: nullcontext(frozen)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         betas = (cfg.adam_beta1, cfg.adam_beta2)
-        self.optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True
+        )
 
         self.step = self.next_problem = self.num_tokens = 0
         if cfg.adapter and not checkpoint:
@@ -441,26 +469,36 @@ class Run:
         self.journal = Journal(self.directory, asdict(cfg), fsdp.is_first(), self.step, cfg.max_steps)
         self.user_metrics, self.user_columns = defaultdict(list), {}
         if cfg.resume:
-            self.journal.say(f"resuming {checkpoint}" if checkpoint else f"nothing complete to resume in {self.directory}: starting at step 0")
+            self.journal.say(
+                f"resuming {checkpoint}"
+                if checkpoint
+                else f"nothing complete to resume in {self.directory}: starting at step 0"
+            )
         self.announce(dropped + dropped_test)
 
     def announce(self, dropped: int):
         """What is about to happen, and how large it is."""
         cfg, count = self.cfg, sum(p.numel() for p in self.model.parameters())
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         defaults = {f.name: f.default for f in fields(Config)}
-        chosen = {k: v for k, v in asdict(cfg).items() if v != defaults[k] and k not in ("model", "data", "rewards", "preset")}
+        chosen = {
+            k: v for k, v in asdict(cfg).items() if v != defaults[k] and k not in ("model", "data", "rewards", "preset")
+        }
         size = f"{len(self.train):,} problems" if hasattr(self.train, "__len__") else "endless problems"
         self.journal.say(
-            f"{cfg.model}: {count:,} parameters, {count * 16 / 2**30:.2f} GiB with gradients and AdamW's state in fp32; computing in "
-            f"{cfg.dtype} on {self.world.size} x {cfg.device}\n"
+            f"{cfg.model}: {count:,} parameters, {trained:,} of them trained, "
+            f"{(count * 4 + trained * 12) / 2**30:.2f} GiB with gradients and AdamW's state; computing in {cfg.dtype} on {self.world.size} x {cfg.device}\n"
             f"{cfg.data}: {size} to train on, {len(self.test)} held out"
             + (f", {dropped} dropped for prompts above {cfg.max_prompt_length} tokens" if dropped else "")
             + f"\nrewards: {cfg.rewards}; solved: {cfg.solved} above 0\n"
             f"each step: {cfg.prompts_per_step} prompts x {cfg.num_generations} completions of at most "
-            f"{cfg.max_completion_length} tokens; {cfg.max_steps} steps; head: {'chunked' if cfg.chunked_head else 'plain'}\n"
-            f"preset {cfg.preset}: " + " ".join(f"{k}={v}" for k, v in chosen.items()) + f"\nwriting to {self.directory}\n"
-            "With one update a rollout and no KL the loss stays near 0 however much is learned (a group's advantages sum to 0): watch "
-            "the reward and grad_norm."
+            f"{cfg.max_completion_length} tokens; {cfg.max_steps} steps; "
+            f"head: {'chunked' if cfg.chunked_head else 'plain'}\n"
+            f"preset {cfg.preset}: "
+            + " ".join(f"{k}={v}" for k, v in chosen.items())
+            + f"\nwriting to {self.directory}\n"
+            "With one update a rollout and no KL the loss stays near 0 however much is learned (a group's advantages "
+            "sum to 0): watch the reward and grad_norm."
         )
 
     def is_flat(self, group: list[Row]) -> bool:
@@ -475,7 +513,9 @@ class Run:
 
     def save(self):
         state = {"step": self.step, "next_problem": self.next_problem, "num_tokens": self.num_tokens}
-        fsdp.save_checkpoint(self.directory / "checkpoints" / f"step_{self.step:06d}", self.model, self.optimizer, state)
+        fsdp.save_checkpoint(
+            self.directory / "checkpoints" / f"step_{self.step:06d}", self.model, self.optimizer, state
+        )
 
     def finish(self):
         """Saves the model or its adapter, draws the plot, and says what came of it."""
@@ -493,13 +533,19 @@ class Run:
 
             fsdp.export(self.model, write)
         picture = plot.plot_run(self.directory) if fsdp.is_first() else None
-        command = f"python sample.py --model {self.cfg.model} --adapter {folder}" if self.adapted else f"python sample.py --model {folder}"
+        command = (
+            f"python sample.py --model {self.cfg.model} --adapter {folder}"
+            if self.adapted
+            else f"python sample.py --model {folder}"
+        )
         self.journal.last_words(self.cfg.solved, picture, folder, f'{command}{" --raw" if built_in else ""} "…"')
 
 
 def main():
     if {"-h", "--help"} & set(sys.argv[1:]):
-        presets = "\n".join(f"  {name}: " + " ".join(f"--{k} {v}" for k, v in preset.items()) for name, preset in PRESETS.items())
+        presets = "\n".join(
+            f"  {name}: " + " ".join(f"--{k} {v}" for k, v in preset.items()) for name, preset in PRESETS.items()
+        )
         usage = "usage: torchrun train.py [--name value] …   (- and _ are alike; --flag and --no-flag for yes and no)"
         print(f"{__doc__.splitlines()[0]}\n\n{usage}\n{help_text(Config)}\n\nPresets\n{presets}")
         return

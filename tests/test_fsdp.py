@@ -28,12 +28,13 @@ PROCESSES.set_forkserver_preload([__name__])
 
 @contextlib.contextmanager
 def running(check, ranks, *args):
-    """Starts check(world, *args) in that many processes, kills what is left of them at the end -> (processes, results)."""
+    """Starts check(world, *args) in that many processes -> (processes, results); kills what is left at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     results = PROCESSES.SimpleQueue()
-    processes = [PROCESSES.Process(target=rank_main, args=(results, check, rank, ranks, port, args)) for rank in range(ranks)]
+    processes = [PROCESSES.Process(target=rank_main, args=(results, check, rank, ranks, port, args))
+                 for rank in range(ranks)]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))  # for the fork server's imports
         for process in processes:
@@ -46,7 +47,7 @@ def running(check, ranks, *args):
 
 
 def launch(check, ranks, *args, limit=60):
-    """Runs check(world, *args) in that many processes -> what each returned. One's exception ends all, and is raised."""
+    """Runs check(world, *args) in that many processes -> what each returned. What one raises ends all, and is said."""
     returned, deadline = {}, time.monotonic() + limit
     with running(check, ranks, *args) as (processes, results):
         while len(returned) < ranks:
@@ -225,7 +226,8 @@ def check_training_in_bf16(world):
     with fsdp.unsharded(model) as plain:
         compute = {p.dtype for p in plain.parameters()}
     moved = [(after[name] != before[name]).float().mean().item() for name in after]
-    return compute, {p.dtype for p in after.values()}, moved, {state["exp_avg"].dtype for state in optimizer.state.values()}
+    moments = {state["exp_avg"].dtype for state in optimizer.state.values()}
+    return compute, {p.dtype for p in after.values()}, moved, moments
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -476,7 +478,8 @@ def save_for_ever(world, run):
     for step in range(1, 10_000):
         with torch.no_grad():
             model.model.norm.weight.fill_(step)
-        fsdp.save_checkpoint(f"{run}/checkpoints/step_{step}", model, optimizer, {"step": step}, background=step % 2 == 0)
+        path = f"{run}/checkpoints/step_{step}"
+        fsdp.save_checkpoint(path, model, optimizer, {"step": step}, background=step % 2 == 0)
 
 
 def killed_while_saving(run, after):
@@ -569,7 +572,7 @@ def test_one_failing_rank_ends_all_with_its_own_error_first(tmp_path):
     (tmp_path / "fails.py").write_text(FAILS)
     began = time.monotonic()
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "fails.py")],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "fails.py"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert run.returncode != 0 and time.monotonic() - began < 50
