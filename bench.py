@@ -166,10 +166,9 @@ class HeadInputs:
     def trl(self):
         from trl.kernels import ChunkedLogProbFunction
 
-        outputs = ("entropy",)  # vocabulary tiles of 32768 is what its GRPOTrainer takes
-        logp, *_ = ChunkedLogProbFunction.apply(
-            self.hidden.flatten(0, 1), self.weight, None, self.targets.flatten(), 1.0, 32768, None, 1.0, outputs
-        )
+        hidden, targets = self.hidden.flatten(0, 1), self.targets.flatten()
+        tile = min(32768, len(self.weight))  # of the vocabulary, as its GRPOTrainer takes it
+        logp, *_ = ChunkedLogProbFunction.apply(hidden, self.weight, None, targets, 1.0, tile, None, 1.0, ("entropy",))
         self.loss(logp).backward()
 
     def liger(self):
@@ -267,10 +266,10 @@ def plot_head(times, memory, path):
         lines = {}
         for row in rows:
             if row["weight"] == "trained":
-                name = row["head"] + (", faster matmul" if row.get("matmul") == "fast" else "")
-                lines.setdefault(name, []).append((row["tokens"], row[value]))
-        for name, points in lines.items():
-            axis.plot(*zip(*points), "o--" if "faster" in name else "o-", label=name, markersize=4)
+                lines.setdefault((row["head"], row.get("matmul", "default")), []).append((row["tokens"], row[value]))
+        for (name, route), points in lines.items():
+            label, style = (name, "o-") if route == "default" else (f"{name}, faster matmul", "o--")
+            axis.plot(*zip(*points), style, label=label, markersize=4, color=f"C{list(HEADS).index(name)}")
         axis.set_xscale("log", base=2)
         axis.set_xlabel("tokens N")
         axis.legend(fontsize=7)

@@ -1,4 +1,4 @@
-"""Sampling: prompts (token ids) -> completions (token ids) with their log-probs, continuous batching, a KV cache.
+"""Sampling: prompts (token ids) -> completions (token ids) with log-probs, by continuous batching over a KV cache.
 
     z = logits / temperature     l = z_y - logsumexp(z)     y = first i with  sum_{j<=i} exp(z_j) > u · sum_j exp(z_j)
 
@@ -95,8 +95,9 @@ class KVCache:
 
     def move(self, source: list[int], target: list[int]):
         """Rows `source` take the places of rows `target`."""
+        source, target = torch.tensor([source, target], device=self.lengths.device)
         for x in (*self.keys, *self.values, self.lengths):
-            x[target] = x[source]
+            x.index_copy_(0, target, x[source])
 
     def grow(self, needed: int):
         if needed <= self.capacity:
@@ -234,12 +235,13 @@ def packed_linears(model: nn.Module):
             module.__dict__.pop("forward", None)
 
 
-def check_request(model, prompts, n, max_new_tokens, temperature, top_p, min_p, max_batch, keys):
+def check_request(model, prompts, n, max_new_tokens, temperature, top_k, top_p, min_p, max_batch, keys):
     V, longest = model.config.vocab_size, model.config.max_position_embeddings
     for name, value, good, wanted in [
         ("n", n, n >= 1, "at least 1"),
         ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
         ("temperature", temperature, temperature >= 0, "0 (greedy) or more"),
+        ("top_k", top_k, top_k is None or top_k >= -1, "the number to keep; 0, -1 or None: all"),
         ("top_p", top_p, 0 < top_p <= 1, "above 0, at most 1"),
         ("min_p", min_p, 0 <= min_p <= 1, "from 0 to 1"),
         ("max_batch", max_batch, max_batch is None or max_batch >= 1, "at least 1, or None"),
@@ -265,12 +267,12 @@ def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, t
 
     temperature 0 is greedy; top_k 0, None or -1 is off; truncation after temperature: top-k, top-p, min-p.
     keys         one int a prompt (default its index): draws are a function of (seed, key, sample, position).
-    max_batch    rows decoding together at most (default: any number).
-    kv_bytes     memory for their keys and values: as many rows as fit at full length, and at least one; others wait.
+    max_batch    rows decoding together at most (default: what kv_bytes allows).
+    kv_bytes     memory for their keys and values: as many rows as fit in it at full length, but at least one.
     on_token     called as on_token(prompt, sample, id) for each token, in order within a row.
     ValueError for a request that makes no sense; FloatingPointError where logits are not finite.
     """
-    check_request(model, prompts, n, max_new_tokens, temperature, top_p, min_p, max_batch, keys)
+    check_request(model, prompts, n, max_new_tokens, temperature, top_k, top_p, min_p, max_batch, keys)
     if not prompts:
         return []
     was_training = model.training
@@ -311,7 +313,7 @@ class Rollout:
         self.refill(list(range(len(self.slots))))
         while self.slots:
             written = [len(self.completions[p][s].tokens) for p, s in self.slots]
-            longest = max(len(self.prompts[p]) + count for (p, _), count in zip(self.slots, written))
+            longest = max(len(self.prompts[p]) + tokens for (p, _), tokens in zip(self.slots, written))
             count = min(LOOK_EVERY.get(self.device.type, 8), self.max_new_tokens - min(written))
             steps = [self.step(longest + i, rules) for i in range(count)]
             tokens, logprobs = (torch.stack(x, 1).tolist() for x in zip(*steps))  # (B,count)

@@ -288,7 +288,8 @@ def sample_rows(
         groups = generate(
             plain, [problem["prompt_ids"] for problem in problems.values()], n,
             max_new_tokens=cfg.max_completion_length, temperature=temperature, top_k=cfg.top_k, top_p=cfg.top_p,
-            min_p=cfg.min_p, stop_ids=run.tokenizer.stop_ids, seed=cfg.seed, keys=[key(i) for i in problems], max_batch=cfg.max_batch, kv_bytes=cfg.kv_bytes,
+            min_p=cfg.min_p, stop_ids=run.tokenizer.stop_ids, seed=cfg.seed, keys=[key(i) for i in problems],
+            max_batch=cfg.max_batch, kv_bytes=cfg.kv_bytes,
         )  # fmt: skip
     return [Row(problem, i, j, completion, run.tokenizer.decode(completion.tokens))
             for (i, problem), group in zip(problems.items(), groups) for j, completion in enumerate(group)]  # fmt: skip

@@ -81,7 +81,7 @@ def test_other_processes_write_and_say_nothing(folder, capsys):
     journal.metrics(1, {"loss": 0.1, "eval/solved": 1.0})
     journal.samples([{"step": 1}], show=True)
     journal.say("word")
-    journal.last_words("sort_exact", None, folder, raw=True)
+    journal.last_words("sort_exact", None, folder, "python sample.py")
     assert not list(folder.iterdir()) and capsys.readouterr() == ("", "")
 
 
@@ -94,7 +94,7 @@ def test_the_best_sample_is_shown_and_the_last_words_say_what_came_of_it(folder,
     for step in (1, 2):
         journal.metrics(step, {"reward": 0.25 * step, "completions/mean_length": 3.0, "grad_norm": 1.0, "step_time": 0.1})
     journal.metrics(2, {"eval/solved": 0.875})
-    journal.last_words("sort_exact", "plot.png", folder / "model", raw=True)
+    journal.last_words("sort_exact", "plot.png", folder / "model", "python sample.py --raw")
     said = capsys.readouterr().out
     assert "2+2=" in said and "better" in said and "worse" not in said
     assert "0.250 in the first step, 0.500 in step 2" in said and "0.0% at step 0, 87.5% at step 2" in said
