@@ -1,6 +1,6 @@
 """The command line of a dataclass: every field is a flag, its comment is its help.
 
-    learning_rate: float = 1e-6  # the peak          ->   --learning_rate 1e-5, --learning-rate=1e-5, and a line of --help
+    learning_rate: float = 1e-6  # the peak      ->     --learning_rate 1e-5, --learning-rate=1e-5, a line of --help
 
 Lives here: words to values, values to help. Not here: which knobs there are (train.py's Config), and what they may be
 together.
@@ -61,7 +61,7 @@ def check_choice(what: str, value, choices):
 
 
 def help_text(config_class) -> str:
-    """The fields in the order and groups of the class's own lines: `    # Group`, `    name: type = default  # comment`."""
+    """The fields, in the order and groups of the class's own lines: `# Group`, `name: type = default  # comment`."""
     lines = []
     for line in inspect.getsource(config_class).splitlines():
         if group := re.match(r"    # (.+)", line):

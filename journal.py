@@ -2,8 +2,8 @@
 
     runs/NAME/  config.json   metrics.jsonl (one object a step)   samples.jsonl   plot.png   checkpoints/   model/
 
-Lives here: what is written and printed, by the first process only; on the others every call does nothing. Not here: what
-the numbers mean (train.py, loss.py), checkpoints (fsdp.py), drawing (plot.py).
+Lives here: what is written and printed, by the first process only; on the others every call does nothing. Not here:
+what the numbers mean (train.py, loss.py), checkpoints (fsdp.py), drawing (plot.py).
 
 Try it:  python plot.py runs/tiny-sort-1
 """

@@ -1,10 +1,10 @@
 """One optimizer step: rows (completions with advantages) -> micro-batches -> the loss's gradient -> new weights.
 
-    gradient = sum over micro-batches and ranks of  grad  sum_{i,t} weight_{it} · term_{it},     weights counted once a step
+    gradient = sum over micro-batches and ranks of  grad  sum_{i,t} weight_{it} · term_{it},  weights counted once a step
 
-Lives here: cutting a step into micro-batches, laying rows out for the model with each group's prompt read once, the heads
-that turn hidden states into log-probs or a loss, the learner's passes. Not here: where rows come from (train.py), what a
-term or a weight is (loss.py), how a head avoids holding all logits (chunked_kernel.py).
+Lives here: cutting a step into micro-batches, laying rows out for the model with each group's prompt read once, the
+heads that turn hidden states into log-probs or a loss, the learner's passes. Not here: where rows come from (train.py),
+what a term or a weight is (loss.py), how a head avoids holding all logits (chunked_kernel.py).
 
     B rows (completions), P prompts, R tokens of the longest completion, N completion tokens that count, D width,
     V vocabulary, K reward functions; `cfg` is train.py's Config
@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import fsdp
 from chunked_kernel import chunk_tokens, chunked_logprobs, chunked_loss
-from loss import (entropy_keep, global_denominator, is_pointwise, policy_loss, policy_metrics, sampler_correction, token_loss,
-                  token_weights)  # fmt: skip
+from loss import (entropy_keep, global_denominator, is_pointwise, policy_loss, policy_metrics, sampler_correction,
+                  token_loss, token_weights)  # fmt: skip
 from model import Prefix
 from sample import Completion
 
@@ -174,8 +174,8 @@ def loss_head(mb: MicroBatch, cfg, denominator: int, differences: list):
                 torch.zeros(mb.mask.shape, dtype=x.dtype, device=x.device).masked_scatter(mb.mask, x)
                 for x in (logp, entropy)
             ]
-            loss, metrics = policy_loss(loss_cfg, spread[0], mb.old_logp, mb.ref_logp, mb.advantages, mb.mask, denominator,
-                                        spread[1], mb.keep, correction, mb.sampler_logp)  # fmt: skip
+            loss, metrics = policy_loss(loss_cfg, spread[0], mb.old_logp, mb.ref_logp, mb.advantages, mb.mask,
+                                        denominator, spread[1], mb.keep, correction, mb.sampler_logp)  # fmt: skip
         policy = logp.detach() if mb.old_logp is None else flat(mb.old_logp)  # the one that sampled
         differences.append((policy - flat(mb.sampler_logp)).abs())
         return loss, metrics
@@ -211,7 +211,7 @@ def keep_high_entropy(model, rows: list[Row], cfg):
 
 def optimizer_step(model, optimizer, rows: list[Row], cfg, step: int) -> dict:
     """One update from this rank's rows; the denominator is counted over all micro-batches and ranks before the first
-    backward, so that how a step is cut never changes its gradient. Returns the step's metrics, the same on each rank."""
+    backward, so that how a step is cut never changes its gradient. Returns the step's metrics, alike on all ranks."""
     if cfg.top_entropy_quantile < 1:
         keep_high_entropy(model, rows, cfg)
     batches = cut(rows, cfg)
@@ -248,8 +248,8 @@ def optimizer_step(model, optimizer, rows: list[Row], cfg, step: int) -> dict:
 
 
 def learning_rate(cfg, step: int) -> float:
-    """Of optimizer step `step`, counted from 0: it rises to its peak at the last warm-up step, and falls to the floor at
-    the last step of all."""
+    """Of optimizer step `step`, counted from 0: it rises to its peak at the last warm-up step, and falls to the floor
+    at the last step of all."""
     warmup = math.ceil(cfg.warmup_ratio * cfg.max_steps)
     if step < warmup:
         return cfg.learning_rate * (step + 1) / warmup

@@ -367,9 +367,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Random weights from torch's generator: normal, std 0.02, as GPT-2 and Hugging Face have it, and for the matrices
-        that write into the residual stream smaller by sqrt(2 · layers). Small throughout, so that at the start the
-        stream still says which token it stands on: with larger matrices `tiny` does not learn to sort."""
+        """Random weights from torch's generator: normal, std 0.02, as GPT-2 and Hugging Face have it, smaller by
+        sqrt(2 · layers) for the matrices that write into the residual stream, which thus still says at the start which
+        token it stands on."""
         residual = (2 * self.config.num_hidden_layers) ** -0.5
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):

@@ -219,8 +219,8 @@ def _given(prompts, numbers):
 
 
 def _found(text, given):
-    """The answer's numbers; of digits that stand together, as data/sort.py writes them ("1234"), each character, so that
-    what is no digit takes a place and a place is right or wrong whatever stands in the others."""
+    """The answer's numbers; of digits that stand together, as data/sort.py writes them ("1234"), each character, so
+    that what is no digit takes a place, and a place is right or wrong whatever stands in the others."""
     answer = extract_answer(text)
     if all(0 <= x <= 9 for x in given) and not re.search(r"[0-9][\s,]+[0-9]", answer):
         return [int(x) if x in "0123456789" else None for x in answer]

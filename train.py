@@ -488,7 +488,8 @@ class Run:
         size = f"{len(self.train):,} problems" if hasattr(self.train, "__len__") else "endless problems"
         self.journal.say(
             f"{cfg.model}: {count:,} parameters, {trained:,} of them trained, "
-            f"{(count * 4 + trained * 12) / 2**30:.2f} GiB with gradients and AdamW's state; computing in {cfg.dtype} on {self.world.size} x {cfg.device}\n"
+            f"{(count * 4 + trained * 12) / 2**30:.2f} GiB with gradients and AdamW's state; "
+            f"computing in {cfg.dtype} on {self.world.size} x {cfg.device}\n"
             f"{cfg.data}: {size} to train on, {len(self.test)} held out"
             + (f", {dropped} dropped for prompts above {cfg.max_prompt_length} tokens" if dropped else "")
             + f"\nrewards: {cfg.rewards}; solved: {cfg.solved} above 0\n"

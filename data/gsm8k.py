@@ -49,7 +49,7 @@ def problem(row, where, few_shot=0):
     """A row {"question", "answer"} of the files -> a problem, after `few_shot` worked examples (a model that never hits
     the format by chance has nothing to learn from). `where`, its file and line, stands in errors."""
     if not 0 <= few_shot <= len(SHOTS):
-        raise ValueError(f"few_shot is {few_shot}, but there are {len(SHOTS)} worked examples: choose from 0 to {len(SHOTS)}")
+        raise ValueError(f"few_shot is {few_shot}, but must be from 0 to {len(SHOTS)}, the worked examples there are")
     if "####" not in row["answer"]:
         raise ValueError(f"{where}: 'answer' has no '####' with the final answer after it")
     messages = [{"role": "system", "content": SYSTEM_PROMPT}]
@@ -67,7 +67,8 @@ def files(directory=None):
     """Paths of train.jsonl and test.jsonl: in `directory` (as they are, also shortened or your own), or the originals,
     downloaded once to ~/.cache/nanogrpo/gsm8k (XDG_CACHE_HOME honoured).
 
-    Raises ValueError for a directory without them or a download with the wrong sha256, ConnectionError without a network.
+    Raises ValueError for a directory without them or a download with the wrong sha256, ConnectionError where there is
+    no network.
     """
     if directory is None:
         return [fetch(name) for name in SHA256]

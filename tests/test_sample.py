@@ -159,7 +159,15 @@ def test_log_probs_are_at_the_temperature_before_truncation_and_at_1_when_greedy
         ids, logp = draw(logits, u, 0.5, **cut)
         assert ids.item() == 0 and logp.item() == pytest.approx(at_half, abs=1e-6)
     assert draw(logits, u, 0)[1].item() == pytest.approx(-math.log(1 + math.exp(-1) + math.exp(-2)), abs=1e-6)
-    assert draw(logits.bfloat16(), u, 1.0)[1].dtype == torch.float32
+
+
+def test_draws_from_bfloat16_logits_are_in_fp32():
+    logits, u = torch.randn(8, 300, generator=torch.manual_seed(0)).bfloat16(), torch.rand(8, dtype=torch.float64)
+    for rules in (dict(temperature=1.0), dict(temperature=0.7, top_k=9), dict(temperature=0)):
+        ids, logp = draw(logits, u, **rules)
+        z = logits.double() / (rules["temperature"] or 1.0)
+        expected = z.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        assert logp.dtype == torch.float32 and (logp - expected).abs().max() < 1e-6
 
 
 def test_a_group_is_of_independent_draws():
@@ -206,6 +214,17 @@ def test_a_large_vocabulary_is_inverted_to_fp32s_rounding(tail):
     exact = torch.searchsorted(cdf, u, right=True)
     clear = torch.minimum(cdf[exact] - u, u - torch.where(exact > 0, cdf[exact - 1], 0.0)) > 1e-7
     assert torch.equal(ids[clear], exact[clear]) and clear.sum() > 0.4 * N
+
+
+def test_a_tail_of_tokens_below_fp32s_last_digit_is_drawn_token_by_token():
+    # All sums here are exact in float64; a cumulative sum stored in fp32 makes steps of a thousand tokens.
+    weights = torch.full((151936,), 2.0**-33)
+    weights[:128] = 0
+    weights[5] = 1.0
+    cdf = weights.double().cumsum(0)
+    expected = torch.arange(128, 151936, 997)
+    ids, _ = pick(weights.expand(len(expected), -1).contiguous(), (cdf[expected] - 2.0**-34) / cdf[-1])
+    assert torch.equal(ids, expected)
 
 
 @pytest.mark.parametrize("V", [2, 128, 129, 300, 1000])
