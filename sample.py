@@ -24,6 +24,7 @@ import sys
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -218,20 +219,23 @@ def packed_linears(model: nn.Module):
 
     At a batch of 32 that halves a decode step, and gives a row the same result whatever rows share its batch, which
     torch's default does not. (Laid out for 32 rows always: a layout for one row rounds differently, and is slower for
-    two.) Costs one more copy of the weights meanwhile. Elsewhere, and for layers that are more than plain linears,
-    nothing changes.
+    two.) Costs one more copy of the weights meanwhile. A linear whose adapter is merged for sampling, lora.py's `folded`,
+    counts as plain; elsewhere, and for layers that are more than plain linears, nothing changes.
     """
     ops, packed = torch.ops.mkldnn, []
     if torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise"):
-        packed = [m for m in model.modules() if type(m) is nn.Linear
-                  and m.weight.device.type == "cpu" and m.weight.dtype == torch.float32]  # fmt: skip
+        for module in model.modules():
+            folded = getattr(module, "folded", None)
+            weight = module.weight if type(module) is nn.Linear else folded
+            if weight is not None and weight.device.type == "cpu" and weight.dtype == torch.float32:
+                packed.append((module, weight.detach()))
     try:
-        for module in packed:
-            weight, bias = ops._reorder_linear_weight(module.weight.detach(), 32), module.bias
+        for module, weight in packed:
+            weight, bias = ops._reorder_linear_weight(weight, 32), module.bias
             module.forward = lambda x, w=weight, b=bias: ops._linear_pointwise(x, w, b, "none", [], "")
         yield
     finally:
-        for module in packed:
+        for module, _ in packed:
             module.__dict__.pop("forward", None)
 
 
@@ -409,11 +413,13 @@ class Rollout:
 
 def main():
     from data.tokenizer import StreamDecoder, load_tokenizer
+    from lora import load_adapter, merge_adapter
     from model import fast_cpu_matmul, find_checkpoint, load_model
 
     parser = argparse.ArgumentParser(description="Answer a prompt, or chat, with streaming.")
     parser.add_argument("prompt", nargs="?", help="without it: a chat, one line a turn, ended by an empty line")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="an alias, a directory or a hub id")
+    parser.add_argument("--adapter", help="a directory with PEFT's two files, put onto the model")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
     parser.add_argument("--max-new-tokens", type=int, default=512)
@@ -428,7 +434,11 @@ def main():
     fast_cpu_matmul()
     place = find_checkpoint(args.model)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    model, tokenizer = load_model(place, device=args.device, dtype=getattr(torch, dtype)), load_tokenizer(place)
+    prepare = partial(load_adapter, directory=args.adapter) if args.adapter else None
+    model = load_model(place, device=args.device, dtype=getattr(torch, dtype), prepare=prepare)
+    if args.adapter:
+        merge_adapter(model)
+    tokenizer = load_tokenizer(place)
     messages = [{"role": "system", "content": args.system}] if args.system else []
 
     def answer(ids, seed) -> str:
