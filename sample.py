@@ -219,8 +219,8 @@ def packed_linears(model: nn.Module):
 
     At a batch of 32 that halves a decode step, and gives a row the same result whatever rows share its batch, which
     torch's default does not. (Laid out for 32 rows always: a layout for one row rounds differently, and is slower for
-    two.) Costs one more copy of the weights meanwhile. A linear whose adapter is merged for sampling, lora.py's `folded`,
-    counts as plain; elsewhere, and for layers that are more than plain linears, nothing changes.
+    two.) Costs one more copy of the weights meanwhile. A linear whose adapter is merged for sampling (lora.py's
+    `folded`) counts as plain; elsewhere, and for layers that are more than plain linears, nothing changes.
     """
     ops, packed = torch.ops.mkldnn, []
     if torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise"):
