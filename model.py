@@ -44,9 +44,9 @@ ALIASES = {repo.split("/")[1].lower(): repo for repo in (
 
 # A million parameters in Qwen3's style; its 98 tokens are the character tokenizer's of data/tokenizer.py.
 TINY = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 98, "hidden_size": 128,
-    "intermediate_size": 384, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 8192,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 98, "hidden_size": 160,
+    "intermediate_size": 480, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 40, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 8192,
     "tie_word_embeddings": True, "attention_bias": False, "hidden_act": "silu", "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 
