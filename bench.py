@@ -11,7 +11,7 @@ matrix products alone take. Peak memory is counted, not sampled: on CPU every al
 sees temporaries inside an operator, not a BLAS library's own workspace), on CUDA torch.cuda.max_memory_allocated.
 Measure on an idle machine; OMP_NUM_THREADS sets the cores.
 
-What does not live here: curves of training runs (plot.py), what fits into memory (plan.py).
+What does not live here: curves of training runs (plot.py).
 """
 
 import argparse
