@@ -133,7 +133,7 @@ class Config:
 PRESETS = {
     "sort": dict(
         data="sort", prompts_per_step=64, num_generations=8,
-        max_prompt_length=64, max_completion_length=5, entropy_coef=0.1, max_steps=300, learning_rate=2e-3,
+        max_prompt_length=64, max_completion_length=5, entropy_coef=0.15, max_steps=300, learning_rate=2e-3,
         lr_scheduler_type="linear", warmup_ratio=0.03, min_lr_ratio=0.1, adam_beta2=0.99, eval_problems=256,
         eval_samples=0, print_every=50, save_every=0,
     ),
@@ -148,7 +148,7 @@ PRESETS = {
 
 # For each kind of data: its rewards, and the one that says whether an answer is right.
 TASKS = {
-    "sort": ("sort_distance,sort_inclusion_ordering", "sort_exact"),
+    "sort": ("sort_distance,sort_inclusion_ordering,sort_exact", "sort_exact"),
     "countdown": ("countdown", "countdown"),
     "gsm8k": ("correctness,int,strict_format,soft_format,xmlcount", "gsm8k_number"),
 }

@@ -44,7 +44,7 @@ def test_qwen_alone_trains_on_gsm8k_with_the_five_rewards():
 
 
 def test_the_data_brings_its_rewards_and_a_file_needs_some():
-    assert config_from([]).rewards == "sort_distance,sort_inclusion_ordering"
+    assert config_from([]).rewards == "sort_distance,sort_inclusion_ordering,sort_exact"
     assert config_from(["--data", "countdown"]).rewards == "countdown"
     assert config_from(["--data", "sort:6", "--rewards", "sort_exact:2"]).rewards == "sort_exact:2"
     with pytest.raises(ValueError, match="mine.jsonl needs --rewards"):
