@@ -133,7 +133,7 @@ class Config:
 PRESETS = {
     "sort": dict(
         data="sort", prompts_per_step=64, num_generations=8,
-        max_prompt_length=64, max_completion_length=5, entropy_coef=0.15, max_steps=300, learning_rate=2e-3,
+        max_prompt_length=64, max_completion_length=5, entropy_coef=0.15, max_steps=350, learning_rate=2e-3,
         lr_scheduler_type="linear", warmup_ratio=0.03, min_lr_ratio=0.1, adam_beta2=0.99, eval_problems=256,
         eval_samples=0, print_every=50, save_every=0,
     ),
