@@ -47,6 +47,8 @@ def parse_value(name: str, kind: str, value: str):
             return value.lower() in ("true", "1", "yes")
         raise ValueError(f"--{name} {value!r}: a yes or no is needed (true, false, 1, 0, yes, no)")
     try:
+        if kind == "float" and value.strip().lower().lstrip("+-") == "nan":
+            raise ValueError  # float() takes it, and it would pass every check of a range
         return {"int": int, "float": float, "str": str}[kind](value)
     except ValueError:
         raise ValueError(f"--{name} {value!r}: {'a whole number' if kind == 'int' else 'a number'} is needed") from None

@@ -237,10 +237,11 @@ saving_group = None
 
 
 def save_checkpoint(directory, model, optimizer, state: dict, keep: int = 2, background: bool = False):
-    """Collective. Saves trainable parameters, optimizer state and `state` (what JSON can say) as `directory`, step_N.
+    """Collective. Saves trainable parameters, optimizer state and `state` (what JSON can say) as `directory`.
 
     Written under a temporary name, synced to disk, and renamed once every rank's part is there: what has its name is
-    whole. Then all but the `keep` newest are removed, and any of a later step, which this run has gone back behind.
+    whole. Then, if it is called step_N, all but the `keep` newest step_* beside it are removed, and any of a later
+    step, which this run has gone back behind.
     Frozen parameters are not saved: they come again from where they came from. Persistent buffers are.
     background  returns once everything is copied to CPU memory, and writes while training goes on. The next save and
                 shutdown wait for it; they raise what went wrong.
@@ -281,9 +282,11 @@ def commit(unfinished: Path, directory: Path, state: dict, keep: int, group=None
             retire(directory)
         unfinished.rename(directory)
         sync_directory(directory.parent)
-        earlier = [path for path in newest_first(directory.parent) if step_of(path) <= step_of(directory)]
-        for path in set(newest_first(directory.parent)) - set(earlier[:keep]):
-            retire(path)
+        if re.fullmatch(r"step_\d+", directory.name):
+            found = newest_first(directory.parent)
+            earlier = [path for path in found if step_of(path) <= step_of(directory)]
+            for path in set(found) - set(earlier[:keep]):
+                retire(path)
     barrier(group)
 
 

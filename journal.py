@@ -9,6 +9,7 @@ Try it:  python plot.py runs/tiny-sort-1
 """
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -45,6 +46,12 @@ class Journal:
                     self.append("kept.tmp", kept)
                     (directory / "kept.tmp").replace(directory / name)  # at once: a kill here must not lose the log
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.bar.close()  # what comes now, an error too, stands on a line of its own
+
     def read(self, name: str) -> list[dict]:
         """The objects of a .jsonl file; a half-written last line is passed over."""
         path = self.directory / name
@@ -74,9 +81,11 @@ class Journal:
     def metrics(self, step: int, values: dict):
         if not self.active:
             return
-        self.append("metrics.jsonl", [{"step": step} | values])
-        if "reward" in values:
-            self.bar.set_postfix_str(f"reward {values['reward']:.3f} length {values['completions/mean_length']:.0f} "
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
+        self.append("metrics.jsonl", [{"step": step} | finite])
+        if "step_time" in values:  # a training step; without a reward where every function returned None
+            self.bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f} "
+                                     f"length {values['completions/mean_length']:.0f} "
                                      f"grad_norm {values['grad_norm']:.2f} {values['step_time']:.1f} s")  # fmt: skip
             self.bar.update()
         held_out = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
@@ -86,13 +95,13 @@ class Journal:
     def last_words(self, solved: str, picture, model: Path, command: str):
         """What the run achieved, and where everything is. solved: the reward that says an answer is right; command: how
         to try the model."""
-        self.bar.close()
         if not self.active:
             return
         lines = self.read("metrics.jsonl")
         rewards = [line["reward"] for line in lines if "reward" in line]
         share = [(line["step"], line["eval/solved"]) for line in lines if "eval/solved" in line]
-        print(f"\nreward: {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in step {lines[-1]['step']}")
+        if rewards:  # none where every reward function returned None in every step
+            print(f"\nreward: {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in step {lines[-1]['step']}")
         if share:
             (first, before), (last, after) = share[0], share[-1]
             print(f"held-out problems solved ({solved}): {before:.1%} at step {first}, {after:.1%} at step {last}")

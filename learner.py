@@ -1,6 +1,6 @@
 """One optimizer step: rows (completions with advantages) -> micro-batches -> the loss's gradient -> new weights.
 
-    gradient = sum over micro-batches and ranks of  grad  sum_{i,t} weight_{it} · term_{it},  weights counted once a step
+    gradient = sum over micro-batches and ranks of  grad  sum_{i,t} weight_{it} · term_{it},  weights counted once
 
 Lives here: cutting a step into micro-batches, laying rows out for the model with each group's prompt read once, the
 heads that turn hidden states into log-probs or a loss, the learner's passes. Not here: where rows come from (train.py),

@@ -444,18 +444,23 @@ def find_checkpoint(name: str) -> str:
 
 def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: not a Hugging Face model directory") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): download it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__} instead of an object: download it again")
+    return value
 
 
 def open_tensors(directory: Path) -> dict:
     """name -> safetensors slice (shape known, values read when indexed), over one file or all shards of an index."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        promised = read_json(index)["weight_map"]
+        promised = read_json(index).get("weight_map")
+        if not promised:
+            raise ValueError(f"{index} has no weight_map, which says where each tensor is: download it again")
         files = sorted(set(promised.values()))
     else:
         promised, files = {}, ["model.safetensors"]
@@ -575,9 +580,17 @@ def config_dict(config: ModelConfig, dtype: torch.dtype) -> dict:
 
 def save_model(model: Transformer, directory, *, dtype=None):
     """Writes a Hugging Face directory: config.json, safetensors in shards of at most 5 GB with their index, and the
-    tokenizer files of the directory it came from. dtype None keeps the parameters' own; a tied head is written once."""
-    tensors = ((name, p.detach()) for name, p in model.named_parameters())
-    write_checkpoint(directory, model.config, tensors, dtype or model.model.embed_tokens.weight.dtype, model.source)
+    tokenizer files of the directory it came from. dtype None keeps the parameters' own; a tied head is written once.
+    ValueError for a model with adapters or shards, whose files no one could load."""
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    with torch.device("meta"):
+        plain = {name for name, _ in Transformer(model.config).named_parameters()}
+    if odd := sorted(plain ^ tensors.keys()):
+        raise ValueError(f"save_model: {odd[0]} is missing or not of a plain model: lora.merge_adapter(model) first")
+    if any(hasattr(p, "device_mesh") for p in tensors.values()):
+        raise ValueError("save_model: the model is sharded: save inside fsdp.unsharded(model), or use fsdp.export")
+    dtype = dtype or model.model.embed_tokens.weight.dtype
+    write_checkpoint(directory, model.config, tensors.items(), dtype, model.source)
 
 
 def write_checkpoint(directory, config: ModelConfig, tensors, dtype, source=None, shard_bytes: int = 5 * 10**9):

@@ -431,6 +431,8 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPU, bfloat16 on CUDA")
     args = parser.parse_args()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch sees no GPU on this machine; use cpu")
     fast_cpu_matmul()
     place = find_checkpoint(args.model)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")

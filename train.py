@@ -133,7 +133,7 @@ class Config:
 PRESETS = {
     "sort": dict(
         data="sort", prompts_per_step=64, num_generations=8,
-        max_prompt_length=64, max_completion_length=5, entropy_coef=0.15, max_steps=350, learning_rate=2e-3,
+        entropy_coef=0.15, max_steps=350, learning_rate=2e-3,
         lr_scheduler_type="linear", warmup_ratio=0.03, min_lr_ratio=0.1, adam_beta2=0.99, eval_problems=256,
         eval_samples=0, print_every=50, save_every=0,
     ),
@@ -160,6 +160,9 @@ def config_from(argv) -> Config:
     preset = given.get("preset") or ("sort" if given.get("model", "tiny") == "tiny" else "gsm8k")
     check_choice("preset", preset, PRESETS)
     cfg = Config(**(PRESETS[preset] | given | {"preset": preset}))
+    task, _, option = cfg.data.partition(":")
+    if task == "sort" and (option or "4").isdigit() and "max_completion_length" not in given:
+        cfg.max_completion_length = int(option or 4) + 1  # the list and the end token
     complete(cfg)
     return cfg
 
@@ -229,15 +232,15 @@ def train(cfg: Config, run: "Run"):
         run.journal.metrics(0, evaluate(run, cfg))
     while run.step < cfg.max_steps:
         clock = time.perf_counter()
-        rows = collect(run, cfg)  # 1  sample G completions a prompt  2  score them
+        rows = collect(run, cfg)  # 1  take P problems  2  sample G completions of each  3  score them
         if updates > 1 or cfg.sampler_correction != "none" or cfg.kl_in_reward:
-            learner_logprobs(model, rows, cfg, "old_logp")  # else the ratio is 1 in value, and needs no pass
+            learner_logprobs(model, rows, cfg, "old_logp")  # 4  else the ratio is 1 in value, and needs no pass
         if cfg.beta:
             with run.reference() as frozen:
                 learner_logprobs(frozen, rows, cfg, "ref_logp")
-        set_advantages(rows, cfg, run.weights)  # 3  compare within the group
+        set_advantages(rows, cfg, run.weights)  # 5  compare within the group
         described = describe(run, rows)
-        for update in range(min(updates, cfg.max_steps - run.step)):  # 4  update
+        for update in range(min(updates, cfg.max_steps - run.step)):  # 6  update
             part = [row for row in rows if row.place // cfg.prompts_per_step == update % cfg.steps_per_generation]
             torch.manual_seed(hash((cfg.seed, run.step, run.world.rank)))  # dropout, the same after a resume
             metrics = described | optimizer_step(model, optimizer, part, cfg, run.step)
@@ -500,8 +503,8 @@ class Run:
             f"preset {cfg.preset}: "
             + " ".join(f"{k}={v}" for k, v in chosen.items())
             + f"\nwriting to {self.directory}\n"
-            "With one update a rollout and no KL the loss stays near 0 however much is learned (a group's advantages "
-            "sum to 0): watch the reward and grad_norm."
+            "With one update a rollout, no KL and no entropy bonus the loss stays near 0 however much is learned "
+            "(a group's advantages sum to 0): watch the reward and grad_norm."
         )
 
     def is_flat(self, group: list[Row]) -> bool:
@@ -555,7 +558,8 @@ def main():
     try:
         cfg = config_from(sys.argv[1:])
         run = Run(cfg)
-        train(cfg, run)
+        with run.journal:
+            train(cfg, run)
         run.finish()
         fsdp.shutdown()
     except (ValueError, FloatingPointError, ConnectionError) as error:

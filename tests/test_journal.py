@@ -99,3 +99,11 @@ def test_the_best_sample_is_shown_and_the_last_words_say_what_came_of_it(folder,
     assert "2+2=" in said and "better" in said and "worse" not in said
     assert "0.250 in the first step, 0.500 in step 2" in said and "0.0% at step 0, 87.5% at step 2" in said
     assert "--raw" in said and "plot.png" in said
+
+
+def test_a_run_without_any_reward_ends_with_its_last_words(folder, capsys):
+    """Functions that return None for every completion leave no reward to name, and the run must not die of that."""
+    journal = Journal(folder, {}, True, 0, 1)
+    journal.metrics(1, {"completions/mean_length": 3.0, "grad_norm": 0.0, "step_time": 0.1})
+    journal.last_words("mine", "plot.png", folder / "model", "python sample.py")
+    assert "plot.png" in capsys.readouterr().out

@@ -471,6 +471,15 @@ def test_the_command_writes_a_plain_model(tmp_path):
         assert summary(logits(load_model(str(tmp_path / "out")))) == pytest.approx(GOLDEN["plain"], abs=1e-4)
 
 
+@pytest.mark.parametrize("base", ["keep", "nf4"])
+def test_saving_a_model_before_its_adapter_is_merged_is_refused(base, tmp_path):
+    """The base without the adapter, under names that nobody loads, was written without a word."""
+    model = add_lora(random_model(), base=base)
+    with pytest.raises(ValueError, match="mlp.down_proj.* not of a plain model: lora.merge_adapter"):
+        save_model(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # NF4
 

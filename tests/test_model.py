@@ -499,6 +499,14 @@ def cut_config(directory):
     (directory / "config.json").write_text('{"model_type": "lla')
 
 
+def config_of_another_kind(directory):
+    (directory / "config.json").write_text("[]")
+
+
+def empty_index(directory):
+    (directory / "model.safetensors.index.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     "spoil, shards, said",
     [
@@ -510,6 +518,8 @@ def cut_config(directory):
         (no_weights, 1, "model.safetensors does not exist; download it again"),
         (no_config, 1, "config.json does not exist: not a Hugging Face model directory"),
         (cut_config, 1, "config.json is not valid JSON"),
+        (config_of_another_kind, 1, "config.json holds a list instead of an object"),
+        (empty_index, 3, "index.json has no weight_map"),
     ],
 )
 def test_a_broken_download_is_one_line_with_the_file_and_the_cause(spoil, shards, said, checkpoint):

@@ -701,3 +701,9 @@ def test_a_file_of_few_problems_is_repeated_until_the_last_step(here):
     assert [line["step"] for line in lines(run)] == [1, 2]
     prompts = [entry["prompt"] for entry in lines(run, "samples.jsonl")]
     assert len(prompts) == 2 * 4 * 4 and set(prompts) == {"0 =", "1 =", "2 ="}
+
+
+def test_longer_lists_get_longer_answers():
+    assert config_from([]).max_completion_length == 5 and config_from(["--data", "sort:8"]).max_completion_length == 9
+    assert config_from(["--data", "sort:8", "--max_completion_length", "20"]).max_completion_length == 20
+    assert config_from(["--data", "countdown"]).max_completion_length == Config().max_completion_length
