@@ -137,7 +137,7 @@ PRESETS = {
         lr_scheduler_type="linear", warmup_ratio=0.03, min_lr_ratio=0.1, adam_beta2=0.99, eval_problems=256,
         eval_samples=0, print_every=50, save_every=0,
     ),
-    "gsm8k": dict(data="gsm8k", warmup_ratio=0.02),
+    "gsm8k": dict(data="gsm8k", warmup_ratio=0.02, enable_thinking=False),  # its prompt asks for reasoning by itself
     # The run of the well-known tutorials: a 4-bit Llama 3.2 3B with adapters, the five rewards, 250 steps.
     "article": dict(
         model="llama-3.2-3b-instruct", data="gsm8k", base="nf4", lora_r=32, lora_alpha=64.0, learning_rate=5e-6,
@@ -371,14 +371,12 @@ def describe(run: "Run", rows: list[Row]) -> dict:
 def evaluate(run: "Run", cfg: Config) -> dict:
     """Held-out problems, each once over all ranks: greedy, and the share solved in one of eval_samples draws."""
     problems = dict(list(enumerate(run.test))[run.world.rank :: run.world.size])
-    entries, samples = [], []
+    entries = []
     for n, temperature in [(1, 0.0), (cfg.eval_samples, cfg.temperature)]:
-        rows = (
-            sample_rows(run, cfg, problems, n, temperature, key=lambda i: -1 - i) if n else []
-        )  # keys no training uses
+        # Keys that no training uses.
+        rows = sample_rows(run, cfg, problems, n, temperature, key=lambda i: -1 - i) if n else []
         score_rows(run, rows, judge=True)
         entries += [(row.index, temperature > 0, row.rewards.tolist(), len(row.completion.tokens)) for row in rows]
-        samples += rows
     entries = fsdp.gather_objects(entries)
     greedy = torch.tensor([rewards for _, sampled, rewards, _ in entries if not sampled])  # (problems, K+1)
     if not len(greedy):
@@ -451,9 +449,7 @@ class Run:
         # Two contexts: the model that training started from, and the form of the model that samples fastest.
         self.reference, self.for_sampling = partial(lora.reference, self.model), nullcontext
         if self.adapted and cfg.dtype == "float32" and cfg.device == "cpu":
-            self.for_sampling = (
-                lora.merged
-            )  # one product a layer in place of three; bf16 would round small changes away
+            self.for_sampling = lora.merged  # one product a layer, not three; bf16 would round small changes away
         if cfg.beta and not self.adapted:
             frozen = load_model(place, device=world.device, prepare=prepare).requires_grad_(False)
             frozen.load_state_dict(self.model.state_dict())  # `tiny` is random: the copy must be of this one
@@ -474,11 +470,8 @@ class Run:
         self.journal = Journal(self.directory, asdict(cfg), fsdp.is_first(), self.step, cfg.max_steps)
         self.user_metrics, self.user_columns = defaultdict(list), {}
         if cfg.resume:
-            self.journal.say(
-                f"resuming {checkpoint}"
-                if checkpoint
-                else f"nothing complete to resume in {self.directory}: starting at step 0"
-            )
+            nothing = f"nothing complete to resume in {self.directory}: starting at step 0"
+            self.journal.say(f"resuming {checkpoint}" if checkpoint else nothing)
         self.announce(dropped + dropped_test)
 
     def announce(self, dropped: int):

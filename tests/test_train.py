@@ -707,3 +707,37 @@ def test_longer_lists_get_longer_answers():
     assert config_from([]).max_completion_length == 5 and config_from(["--data", "sort:8"]).max_completion_length == 9
     assert config_from(["--data", "sort:8", "--max_completion_length", "20"]).max_completion_length == 20
     assert config_from(["--data", "countdown"]).max_completion_length == Config().max_completion_length
+
+
+@pytest.mark.parametrize("base", ["keep", "nf4"])
+def test_only_adapters_are_trained_and_without_them_the_model_is_the_reference(here, base):
+    cfg, run = start(here, f"--lora_r 4 --beta 0.04 --base {base} --entropy_coef 0")
+    frozen = {name: x.clone() for name, x in run.model.state_dict().items() if "lora_" not in name}
+    train.train(cfg, run)
+    run.finish()
+    assert lines(run)[0]["kl"] == 0  # a fresh adapter adds nothing: no second model, and yet a reference
+    after = run.model.state_dict()
+    assert frozen and all(torch.equal(x, after[name]) for name, x in frozen.items())
+    assert {name.rpartition(".")[2] for name, p in run.model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+    assert any(p.abs().max() > 0 for name, p in run.model.named_parameters() if name.endswith("lora_B"))
+    assert (run.directory / "adapter" / "adapter_model.safetensors").exists() and not (run.directory / "model").exists()
+
+
+def test_a_run_that_starts_from_an_adapter_has_that_adapter_as_its_reference_also_after_a_resume(here):
+    cfg, run = start(here, "--lora_r 4 --entropy_coef 0 --output_dir first")
+    train.train(cfg, run)
+    run.finish()
+    words = "--adapter first/adapter --beta 0.04 --entropy_coef 0 --save_every 1 --output_dir second"
+    cfg, run = start(here, words)
+    train.train(cfg, run)
+    assert lines(run)[0]["kl"] == 0 and lines(run)[-1]["kl"] > 0
+    rows = train.collect(run, cfg)
+
+    def reference_logp(run):
+        with run.reference() as frozen:
+            train.learner_logprobs(frozen, rows, cfg, "ref_logp")
+        return torch.cat([row.ref_logp for row in rows])
+
+    before = reference_logp(run)
+    _, resumed = start(here, words + " --resume")
+    assert resumed.step == run.step and torch.equal(reference_logp(resumed), before)
