@@ -266,6 +266,7 @@ def collect(run: "Run", cfg: Config) -> list[Row]:
     for _ in range(1 + cfg.dynamic_sampling):
         indices = range(run.next_problem, run.next_problem + wanted - len(chosen))
         run.next_problem = indices.stop
+        # Every size-th, not fsdp.deal's runs: each of steps_per_generation's parts must be spread over the ranks.
         problems = {i: run.train[i] for i in indices[run.world.rank :: run.world.size]}
         rows = sample_rows(run, cfg, problems, cfg.num_generations, cfg.temperature)
         score_rows(run, rows)
@@ -370,7 +371,7 @@ def describe(run: "Run", rows: list[Row]) -> dict:
 
 def evaluate(run: "Run", cfg: Config) -> dict:
     """Held-out problems, each once over all ranks: greedy, and the share solved in one of eval_samples draws."""
-    problems = dict(list(enumerate(run.test))[run.world.rank :: run.world.size])
+    problems = {i: run.test[i] for i in fsdp.deal(len(run.test), run.world)}
     entries = []
     for n, temperature in [(1, 0.0), (cfg.eval_samples, cfg.temperature)]:
         # Keys that no training uses.
