@@ -1,0 +1,102 @@
+"""How everything here is measured: contestants that take turns, counted memory, matmul routes, a table.
+
+Whatever is compared takes turns, round after round in one process, so that a busy or throttled machine slows all alike;
+a first round warms up and is dropped. Peak memory is counted, not sampled: on CPU every allocation that torch.profiler
+reports (it sees temporaries inside an operator, not a BLAS library's own workspace), on CUDA what the caching allocator
+says.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from model import fast_cpu_matmul
+
+MIB = 2**20
+
+
+def interleaved(contestants, repeats, prepare=lambda: None, device="cpu"):
+    """name -> function, each called in turn, round after round. -> name -> its seconds, one number a round."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    seconds = {name: [] for name in contestants}
+    for _ in range(repeats + 1):
+        for name, f in contestants.items():
+            prepare()
+            synchronize()
+            start = time.perf_counter()
+            f()
+            synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: rounds[1:] for name, rounds in seconds.items()}
+
+
+def peak_memory(f, device="cpu"):
+    """Most bytes that f held at once beyond what was there before, gradients it leaves behind included."""
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        f()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        f()
+    with tempfile.TemporaryDirectory() as directory:
+        trace = Path(directory) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    held = peak = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["args"]["Ev Idx"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak
+
+
+class MatmulRoutes:
+    """The fp32 matmul routes of this machine, by name: torch's default, and fast_cpu_matmul's where it may be used."""
+
+    def __init__(self, device):
+        self.names = ["default"]
+        if device == "cpu":
+            self.switch = torch.backends.mkldnn.matmul
+            self.settings = {"default": self.switch.fp32_precision}
+            if fast_cpu_matmul():
+                self.names.append("fast")
+                self.settings["fast"] = self.switch.fp32_precision
+                self.switch.fp32_precision = self.settings["default"]
+
+    def on(self, name, f):
+        """f, to be called on that route."""
+        if name == "default":
+            return f
+
+        def call():
+            self.switch.fp32_precision = self.settings[name]
+            f()
+            self.switch.fp32_precision = self.settings["default"]
+
+        return call
+
+
+def version(package):
+    """Its version where it is installed, else None."""
+    return importlib.metadata.version(package) if importlib.util.find_spec(package.replace("-", "_")) else None
+
+
+def machine(device):
+    name = torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def table(rows):
+    """Prints dicts with the same keys as a Markdown table."""
+    cells = [list(rows[0])] + [["" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v) for v in r.values()]
+                               for r in rows]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for i, row in enumerate(cells):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
+        if i == 0:
+            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
