@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -129,6 +130,29 @@ def deal(total: int, world: World) -> range:
     """Which of `total` global indices are this rank's: consecutive, disjoint, together all, sizes differing by one at
     most. gather_objects of what the ranks make of them is in global order again."""
     return range(total * world.rank // world.size, total * (world.rank + 1) // world.size)
+
+
+@contextmanager
+def stop_signals():
+    """SIGTERM (a scheduler that needs the machine) and SIGINT ask for a stop; a second one ends the process at once.
+
+    Gives a function, collective: True once any rank has been asked.
+    """
+    asked = []
+
+    def ask(number, frame):
+        if asked:
+            os._exit(128 + number)
+        asked.append(number)
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: stopping after this step, with a checkpoint; once more stops at once\n".encode())
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: all_sum(len(asked)) > 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

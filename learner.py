@@ -190,7 +190,7 @@ def learner_logprobs(model, rows: list[Row], cfg, name: str):
     model.eval()
     try:
         for batch in cut(rows, cfg):
-            mb = pack(batch, cfg, device_of(model))
+            mb = pack(batch, cfg, cfg.device)
             values = model(mb.tokens, prefix=mb.prefix, head=logprob_head(mb, cfg))
             for field_name, x in zip((name, "entropy"), values):
                 x = torch.zeros(mb.mask.shape, device=x.device).masked_scatter(mb.mask, x.float()).cpu()  # (B,R)
@@ -215,7 +215,7 @@ def optimizer_step(model, optimizer, rows: list[Row], cfg, step: int) -> dict:
     if cfg.top_entropy_quantile < 1:
         keep_high_entropy(model, rows, cfg)
     batches = cut(rows, cfg)
-    packed = [pack(batch, cfg, device_of(model)) for batch in batches]
+    packed = [pack(batch, cfg, cfg.device) for batch in batches]
     count = sum(global_denominator(cfg.loss, mb.mask).item() for batch, mb in zip(batches, packed) if batch)
     denominator = max(fsdp.all_sum(count), 1)
 
@@ -256,7 +256,3 @@ def learning_rate(cfg, step: int) -> float:
     done = (step + 1 - warmup) / max(cfg.max_steps - warmup, 1)
     fall = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}[cfg.lr_scheduler_type]
     return cfg.learning_rate * (1 - (1 - cfg.min_lr_ratio) * fall)
-
-
-def device_of(model) -> torch.device:
-    return model.lm_head.weight.device

@@ -18,6 +18,8 @@ Lives here: the algorithm and the one Config. Not here: one optimizer step (lear
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import time
 from collections import defaultdict
@@ -116,12 +118,14 @@ class Config:
     chunk_bytes: int = 256 << 20  # logits held at a time
     gradient_checkpointing: bool = False  # recompute activations instead of keeping them
     shard: str = "full"  # full, hybrid, none: how parameters are spread over ranks
+    cpu_offload: bool = False  # master weights, gradients and AdamW's state live in CPU memory
     timeout: float = 600.0  # seconds a rank waits for the others
     # What is shown and kept
     eval_every: int = 50  # steps between evaluations; 0: never
     eval_problems: int = 64  # held-out problems, at most
     eval_samples: int = 4  # k of pass@k; 0: greedy only
     save_every: int = 100  # steps between checkpoints; 0: only the model at the end
+    keep: int = 2  # checkpoints that stay, the newest ones
     print_every: int = 25  # steps between printed samples; 0: never
 
     @property
@@ -193,9 +197,11 @@ def complete(cfg: Config):
         raise ValueError(
             "--base nf4 is frozen, so something must be trained on it: --lora_r 16, or --adapter DIRECTORY"
         )
+    if cfg.cpu_offload and (cfg.lora_r or cfg.adapter):
+        raise ValueError("--cpu_offload is for what AdamW trains, and adapters are too small to be worth it: leave it off")
     for name in ("prompts_per_step", "num_generations", "max_completion_length", "max_steps", "num_iterations",
                  "steps_per_generation", "micro_batch_tokens", "max_prompt_length", "chunk_bytes",
-                 "kv_bytes"):  # fmt: skip
+                 "kv_bytes", "keep"):  # fmt: skip
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name} is {getattr(cfg, name)}, but must be at least 1")
     for name in ("dynamic_sampling", "eval_every", "eval_problems", "eval_samples", "save_every", "print_every"):
@@ -224,8 +230,11 @@ SHOWN_GROUPS = 4  # of each rollout, in samples.jsonl
 # The algorithm
 
 
-def train(cfg: Config, run: "Run"):
-    """The loop. What is global (problem numbers, denominators, norms, metrics) is the same for any number of ranks."""
+def train(cfg: Config, run: "Run", stop_asked=lambda: False):
+    """The loop. What is global (problem numbers, denominators, norms, metrics) is the same for any number of ranks.
+
+    It ends at max_steps or, with a checkpoint, after the step in which stop_asked() turns true.
+    """
     model, optimizer = run.model, run.optimizer
     updates = cfg.num_iterations * cfg.steps_per_generation
     if cfg.eval_every and run.step == 0:
@@ -251,8 +260,12 @@ def train(cfg: Config, run: "Run"):
             run.journal.metrics(run.step, metrics)
             clock = time.perf_counter()
         # Between rollouts, so that nothing of a rollout has to be saved: at the first chance after a multiple.
-        if cfg.save_every and run.step // cfg.save_every > (run.step - updates) // cfg.save_every:
+        stop = stop_asked()
+        if stop or (cfg.save_every and run.step // cfg.save_every > (run.step - updates) // cfg.save_every):
             run.save()
+        if stop:
+            break
+    fsdp.wait_for_save()
 
 
 def collect(run: "Run", cfg: Config) -> list[Row]:
@@ -438,9 +451,10 @@ class Run:
                 targets = targets.removeprefix("re:") if targets.startswith("re:") else targets.split(",")
                 lora.add_lora(model, cfg.lora_r, cfg.lora_alpha, targets, cfg.lora_dropout, base=cfg.base)
             model.model.checkpointing = cfg.gradient_checkpointing
-            fsdp.shard(model, world, cfg.shard, getattr(torch, cfg.dtype))
+            fsdp.shard(model, world, cfg.shard, getattr(torch, cfg.dtype), cfg.cpu_offload)
 
-        self.model = load_model(place, device=world.device, prepare=prepare)
+        home = "cpu" if cfg.cpu_offload else world.device
+        self.model = load_model(place, device=home, prepare=prepare)
         longest = self.model.config.max_position_embeddings
         if cfg.max_prompt_length + cfg.max_completion_length > longest:
             raise ValueError(
@@ -452,7 +466,7 @@ class Run:
         if self.adapted and cfg.dtype == "float32" and cfg.device == "cpu":
             self.for_sampling = lora.merged  # one product a layer, not three; bf16 would round small changes away
         if cfg.beta and not self.adapted:
-            frozen = load_model(place, device=world.device, prepare=prepare).requires_grad_(False)
+            frozen = load_model(place, device=home, prepare=prepare).requires_grad_(False)
             frozen.load_state_dict(self.model.state_dict())  # `tiny` is random: the copy must be of this one
             self.reference = lambda: nullcontext(frozen)
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -513,9 +527,8 @@ class Run:
 
     def save(self):
         state = {"step": self.step, "next_problem": self.next_problem, "num_tokens": self.num_tokens}
-        fsdp.save_checkpoint(
-            self.directory / "checkpoints" / f"step_{self.step:06d}", self.model, self.optimizer, state
-        )
+        directory = self.directory / "checkpoints" / f"step_{self.step:06d}"
+        fsdp.save_checkpoint(directory, self.model, self.optimizer, state, self.cfg.keep, background=True)
 
     def finish(self):
         """Saves the model or its adapter, draws the plot, and says what came of it."""
@@ -541,6 +554,16 @@ class Run:
         self.journal.last_words(self.cfg.solved, picture, folder, f'{command}{" --raw" if built_in else ""} "…"')
 
 
+def resume_command(argv: list[str], directory) -> str:
+    """What was typed, as far as a process can tell, with what makes it go on."""
+    launch = ["python"]
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        here, world = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+        launch = ["torchrun", *(["--nnodes", str(world // here)] if world > here else []), "--nproc_per_node", str(here)]
+    resume = ["--output_dir", str(directory), "--resume"]  # a later flag overrides an earlier one
+    return shlex.join([*launch, *argv, *([] if argv[-3:] == resume else resume)])
+
+
 def main():
     if {"-h", "--help"} & set(sys.argv[1:]):
         presets = "\n".join(
@@ -552,9 +575,12 @@ def main():
     try:
         cfg = config_from(sys.argv[1:])
         run = Run(cfg)
-        with run.journal:
-            train(cfg, run)
-        run.finish()
+        with run.journal, fsdp.stop_signals() as stop_asked:
+            train(cfg, run, stop_asked)
+        if run.step == cfg.max_steps:
+            run.finish()
+        else:
+            run.journal.say(f"stopped after step {run.step}; to go on:\n{resume_command(sys.argv, run.directory)}")
         fsdp.shutdown()
     except (ValueError, FloatingPointError, ConnectionError) as error:
         sys.exit(f"train.py: {error}")
