@@ -24,10 +24,12 @@ import re
 import shutil
 import signal
 import sys
+import time
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -35,6 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -136,14 +139,18 @@ def deal(total: int, world: World) -> range:
 def stop_signals():
     """SIGTERM (a scheduler that needs the machine) and SIGINT ask for a stop; a second one ends the process at once.
 
+    Second is what comes more than a second later: Slurm asks every process, and torchrun passes on what it was asked.
+
     Gives a function, collective: True once any rank has been asked.
     """
     asked = []
 
     def ask(number, frame):
         if asked:
-            os._exit(128 + number)
-        asked.append(number)
+            if time.monotonic() > asked[0] + 1:
+                os._exit(128 + number)
+            return
+        asked.append(time.monotonic())
         name = signal.Signals(number).name
         os.write(2, f"\n{name}: stopping after this step, with a checkpoint; once more stops at once\n".encode())
 
@@ -282,15 +289,23 @@ def save_checkpoint(directory, model, optimizer, state: dict, keep: int = 2, bac
     names = {p: name for name, p in model.named_parameters()}
     moments = {f"{key}.{names[p]}": value for p, values in optimizer.state.items() for key, value in values.items()}
     tensors, writer = {"model": own_tensors(model), "optimizer": moments}, dcp.FileSystemWriter(unfinished)
+
+    def finish(write, group=None):
+        try:
+            write()
+            commit(unfinished, directory, state, keep, group)
+        except (CheckpointException, OSError) as error:  # torch's holds what each rank raised, with tracebacks
+            causes = [f"rank {rank}: {cause}" for rank, (cause, _) in getattr(error, "failures", {}).items()]
+            raise OSError(f"{directory} cannot be saved: {causes[0] if causes else error}") from None
+
     if not background:
-        dcp.save(tensors, storage_writer=writer)
-        commit(unfinished, directory, state, keep)
+        finish(partial(dcp.save, tensors, storage_writer=writer))
         return
     if saving_group is None:  # its messages must not mix with those of training
         saving_group = dist.new_group(backend="gloo")
     places = {"storage_writer": writer, "process_group": saving_group, "async_stager": DefaultStager(COPY)}
     written = dcp.async_save(tensors, **places)
-    saving = SAVER.submit(lambda: (written.result(), commit(unfinished, directory, state, keep, saving_group)))
+    saving = SAVER.submit(finish, written.result, saving_group)
 
 
 def commit(unfinished: Path, directory: Path, state: dict, keep: int, group=None):

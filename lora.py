@@ -183,11 +183,14 @@ class NF4Linear(nn.Linear):
 # Adapters
 
 
+SHARDED = "merging needs whole weights, but these are sharded: merge inside fsdp.unsharded(model)"
+
+
 class LoraLinear(nn.Linear):
     """A linear with an adapter. `weight` keeps its name and is frozen; lora_A (r,in) and lora_B (out,r) are fp32.
 
     mode is what the adapter does now: "on", "off", "start" (the adapter that training started from, for a model that
-    did not start fresh) or "merged" (`folded` is used instead of weight).
+    did not start fresh) or "merged" (`folded` is used instead of weight; `merges` is the mode that it was in).
     start_A, start_B are buffers, in the state dict, whole on every rank. A resumed run loads its starting adapter first
     and then its checkpoint, and a fresh one has none: so after a resume too, "start" is where training started.
     """
@@ -200,7 +203,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.empty(self.out_features, r, dtype=torch.float32, device=device))
         self.register_buffer("start_A", None)
         self.register_buffer("start_B", None)
-        self.mode, self.folded = "on", None
+        self.mode, self.merges, self.kept = "on", None, None
         self.arriving = None  # (A, B) from a file, kept until the model leaves the meta device
         if device.type != "meta":
             self.reset_parameters()
@@ -220,24 +223,30 @@ class LoraLinear(nn.Linear):
         assign(self.lora_B, B)
 
     def factors(self):
-        return (self.start_A, self.start_B) if self.mode == "start" else (self.lora_A, self.lora_B)
+        mode = self.merges if self.mode == "merged" else self.mode
+        return {"on": (self.lora_A, self.lora_B), "start": (self.start_A, self.start_B), "off": None}[mode]
 
-    def fold(self, dtype):
-        """W + s B A as a new tensor, computed in fp32 (fp64 for fp64 weights) and rounded once."""
-        if self.mode == "merged":
-            return self.folded.to(dtype)
+    @torch.no_grad()
+    def fold(self):
+        """W + s B A as a new tensor of the base's type, computed in fp32 (fp64 for fp64 weights) and rounded once."""
         if hasattr(self.lora_A, "device_mesh"):
-            raise ValueError("merging needs whole weights, but these are sharded: merge inside fsdp.unsharded(model)")
-        weight = self.weight.detach()
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        if self.mode != "off":
-            A, B = (x.detach().to(weight.dtype) for x in self.factors())
+            raise ValueError(SHARDED)
+        weight, dtype = self.weight, base_dtype(self)
+        weight = weight.to(torch.promote_types(dtype, torch.float32))
+        if factors := self.factors():
+            A, B = (x.to(weight.dtype) for x in factors)
             weight = torch.addmm(weight, B, A, alpha=self.scale)
-        return weight.to(dtype)
+        return weight.detach().to(dtype)
+
+    @property
+    def folded(self):
+        """While merged, the one weight to multiply by, made anew for a sampler that keeps it in a layout of its own."""
+        return self.fold() if self.mode == "merged" else None
 
     def forward(self, x):
         if self.mode == "merged":
-            return F.linear(x, self.folded, self.bias)
+            self.kept = self.folded if self.kept is None else self.kept
+            return F.linear(x, self.kept, self.bias)
         y = super().forward(x)
         if self.mode == "off":
             return y
@@ -365,41 +374,47 @@ def add_lora(model, r=16, alpha=32, targets=DEFAULT, dropout=0.0, rslora=False, 
 
 @contextmanager
 def switched(model, choose):
-    """Inside, every adapter has the (mode, folded) that choose(module) returns."""
+    """Inside, every adapter is in the mode that choose(module) returns."""
     modules = linears(model, LoraLinear).values()
-    before = [(module, module.mode, module.folded) for module in modules]
+    before = [(module, module.mode, module.merges, module.kept) for module in modules]
     try:
         for module in modules:
-            module.mode, module.folded = choose(module)
+            mode, module.kept = choose(module), None
+            if mode == "merged" != module.mode:
+                module.merges = module.mode
+            module.mode = mode
         yield model
     finally:
-        for module, mode, folded in before:
-            module.mode, module.folded = mode, folded
+        for module, *state in before:
+            module.mode, module.merges, module.kept = state
 
 
 def disabled(model):
     """Inside, the bare base, bit for bit."""
-    return switched(model, lambda module: ("off", None))
+    return switched(model, lambda module: "off")
 
 
 def reference(model):
     """Inside, the model that training started from: the base for a fresh adapter, else the adapter that was loaded."""
     if not linears(model, LoraLinear):
         raise ValueError("reference: the model has no adapters, so nothing in it says where training started")
-    return switched(model, lambda module: ("off" if module.start_A is None else "start", None))
+    return switched(model, lambda module: "off" if module.start_A is None else "start")
 
 
 def merged(model):
-    """Inside, the adapter is folded into one weight: no extra products while sampling, one more copy of the weights.
+    """Inside, the adapter is folded into one weight: no extra products while sampling.
 
-    The originals are not touched, so what comes afterwards is exact. `module.folded` is that weight, for samplers that
-    lay weights out anew. Only in fp32: around 1, bf16 steps by 0.0078, and smaller changes would vanish (ValueError).
+    The originals are not touched, so what comes afterwards is exact. A sampler that lays weights out anew takes
+    `module.folded`; who just calls the model makes a folded copy of each weight at its first use, kept while merged.
+    Only in fp32: around 1, bf16 steps by 0.0078, and smaller changes would vanish (ValueError).
     """
     for name, module in linears(model, LoraLinear).items():
         for dtype in (base_dtype(module), module.lora_A.dtype):  # NF4 computes in the adapter's type
             if dtype in (torch.bfloat16, torch.float16):
                 raise ValueError(f"merged: {name} is {dtype}, where small changes are rounded away; merge in float32")
-    return switched(model, lambda module: ("merged", module.fold(base_dtype(module))))
+        if hasattr(module.lora_A, "device_mesh"):
+            raise ValueError(SHARDED)
+    return switched(model, lambda module: "merged")
 
 
 def merge_adapter(model):
@@ -409,7 +424,7 @@ def merge_adapter(model):
     In bf16 a change below half a step of its weight is lost: export fp32 where that matters.
     """
     for module in linears(model, (LoraLinear, NF4Linear)).values():
-        weight = module.fold(base_dtype(module)) if isinstance(module, LoraLinear) else module.weight
+        weight = module.fold() if isinstance(module, LoraLinear) else module.weight
         for kind in (module._parameters, module._buffers):
             for name in set(kind) - {"bias"}:
                 delattr(module, name)

@@ -214,12 +214,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, cos, sin, attend):
+    def qkv(self, x, cos, sin):
+        """x (B,T,D) -> q (B,T,H,d), k, v (B,T,K,d). A method of its own: sample.py makes one product of it."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)  # (B,T,H,d)
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)  # (B,T,K,d)
-        v = self.v_proj(x).view(heads)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(2))
+        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
+        return q, k, self.v_proj(x).view(heads)
+
+    def forward(self, x, cos, sin, attend):
+        return self.o_proj(attend(self.layer, *self.qkv(x, cos, sin)).flatten(2))
 
 
 class MLP(nn.Module):
@@ -229,8 +232,11 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
+    def gated(self, x):  # a method of its own, for the same reason
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
+
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gated(x))
 
 
 class Block(nn.Module):

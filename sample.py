@@ -8,10 +8,17 @@ keys and values are copied to all rows that continue it. A row starts from its p
 decode meet in one place: the first completion token is drawn like every other. A draw takes one uniform number, a
 function of (seed, key, sample, position), so no batch size, order or number of processes changes what is drawn.
 
-Lives here: the cache, the loop, the sampling rules, and a chat on the command line. Not here: text (data/tokenizer.py),
-the network (model.py), what completions are worth (rewards.py).
+A decode step reads every weight once and each row's keys and values once; all else is overhead. So a step is one
+function of buffers that keep their places, and nothing in it waits for the device. On a CPU what counts is the number
+of operators and how weights lie in memory (`packed_linears`); on CUDA it is the time to launch kernels, so a step is
+recorded once for a number of rows and a capacity, and replayed (CUDA graphs, as gpt-fast and vLLM have them).
 
-    B rows decoding, T tokens of a prompt, L the longest row, K key/value heads, d width of a head, V vocabulary
+Lives here, from the inside out: the cache, the step, products on a CPU, the rules of drawing, the loop, a chat on the
+command line. Not here: text (data/tokenizer.py), the network (model.py), whose Transformer runs here unchanged but for
+its linear layers, what completions are worth (rewards.py).
+
+    B rows decoding, P prompts, T tokens of a prompt, L tokens attended to, H query heads, K key/value heads, d width of
+    a head, V vocabulary
 
 Try it:  python sample.py --model smollm2-135m-instruct "What is a derivative?"
 """
@@ -24,6 +31,7 @@ import sys
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache as once
 from functools import partial
 
 import numpy as np
@@ -43,6 +51,7 @@ PREFILL_TOKENS = 8192  # of one prefill, padding included
 # Decode steps between two looks for finished rows: one where looking is free, several where it means waiting for the
 # device. A row then decodes a few tokens too many, which are cut.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
+RECORDED = {"cuda"}  # kinds of device whose steps are recorded and replayed; without it, the same tokens step by step
 
 
 def bucket(length: int) -> int:
@@ -52,7 +61,7 @@ def bucket(length: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The cache
+# Keys and values
 
 
 class Prefill:
@@ -65,8 +74,8 @@ class Prefill:
         return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
     def attend(self, layer, q, k, v):
-        self.keys.append(k)
-        self.values.append(v)
+        self.keys.append(k.contiguous())  # they may be parts of a joint product, which would be kept whole
+        self.values.append(v.contiguous())
         T, grouped = q.shape[1], q.shape[2] != k.shape[2]
         q, k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, bucket(T) - T)) for x in (q, k, v))  # (P,heads,bucket(T),d)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)[:, :, :T].transpose(1, 2)
@@ -75,16 +84,16 @@ class Prefill:
 class KVCache:
     """Keys and values of all decoding rows, and one decode step's attention over them.
 
-    A layer is (rows,K,capacity,d). Rows [:B] are alive, row r holds lengths[r] tokens. Capacity grows by half when the
-    longest row reaches it, but not past `limit`: memory follows what is used, and copying stays a constant share.
+    A layer is (rows,K,capacity,d). Row r holds lengths[r] tokens. Capacity grows by half when the longest row reaches
+    it, but not past `limit`: memory follows what is used, and copying stays a constant share.
     """
 
     def __init__(self, config, rows: int, capacity: int, limit: int, like: torch.Tensor):
         self.K, self.d = config.num_key_value_heads, config.head_dim
-        self.capacity, self.limit = bucket(capacity), bucket(limit)
-        shape = (rows, self.K, self.capacity, self.d)
-        self.keys, self.values = ([like.new_zeros(shape) for _ in range(config.num_hidden_layers)] for _ in range(2))
+        self.rows, self.capacity, self.limit = rows, 0, bucket(limit)
+        self.keys, self.values = ([like.new_zeros(rows, self.K, 0, self.d)] * config.num_hidden_layers for _ in "kv")
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
+        self.grow(capacity)
 
     def insert(self, rows: list[int], keys, values):
         """Rows take a prefilled prompt: keys, values one (T,K,d) a layer."""
@@ -101,38 +110,226 @@ class KVCache:
             x.index_copy_(0, target, x[source])
 
     def grow(self, needed: int):
+        """Makes room for `needed` tokens a row. Keys and values then lie elsewhere."""
         if needed <= self.capacity:
             return
         before, self.capacity = self.capacity, max(bucket(needed), min(bucket(self.capacity * 3 // 2), self.limit))
+        self.seen, self.views = None, []
         for store in (self.keys, self.values):
             for layer, x in enumerate(store):  # one at a time: never two whole caches
-                store[layer] = x.new_zeros(len(x), self.K, self.capacity, self.d)
+                store[layer] = x.new_zeros(self.rows, self.K, self.capacity, self.d)
                 store[layer][:, :, :before] = x
+        self.places = torch.arange(self.rows * self.K * self.capacity, device=self.lengths.device)
+        self.places = self.places.view(self.rows, self.K, self.capacity)
 
-    def begin_step(self, B: int, longest: int):
-        """Before a forward of B rows, the longest holding `longest` tokens with the new one: what its layers share."""
-        self.grow(longest)
-        self.B, self.L, device = B, bucket(longest), self.lengths.device
-        heads = torch.arange(B * self.K, device=device)
-        self.new = heads * self.capacity + self.lengths[:B].repeat_interleave(self.K)  # places in (rows*K*capacity,d)
-        hidden = torch.arange(self.L, device=device) > self.lengths[:B, None]  # (B,L)
+    def begin_step(self, B: int, L: int):
+        """Before a forward of rows [:B], none of which reads more than L tokens: what its layers share."""
+        lengths = self.lengths[:B, None]  # (B,1)
+        self.new = self.places[:B].gather(2, lengths[..., None].expand(-1, self.K, -1)).flatten()  # (B*K,)
+        hidden = self.places[0, 0, :L] > lengths  # (B,L)
         self.mask = self.keys[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]  # (B,1,1,L)
+        if self.seen != (B, L):  # the same for many steps, and views cost as much as a small product
+            self.seen = B, L
+            self.views = [[x.view(-1, self.d) for x in kv] + [x[:B, :, :L] for x in kv]
+                          for kv in zip(self.keys, self.values)]  # fmt: skip
 
     def positions(self, tokens):
-        return self.lengths[: self.B, None]
+        return self.lengths[: len(tokens), None]
 
     def attend(self, layer, q, k, v):
         """q (B,1,H,d), k, v (B,1,K,d) -> (B,1,H,d). The heads that share keys stand where a sequence's queries usually
         do, so keys are never expanded: on CPUs as fast as plain products in fp32, three times as fast in bf16."""
-        keys, values, d = self.keys[layer], self.values[layer], self.d
-        keys.view(-1, d).index_copy_(0, self.new, k.reshape(-1, d))
-        values.view(-1, d).index_copy_(0, self.new, v.reshape(-1, d))
-        grouped = q.view(self.B, self.K, -1, d)  # (B,K,H/K,d)
-        keys, values = keys[: self.B, :, : self.L], values[: self.B, :, : self.L]  # (B,K,L,d)
+        key_store, value_store, keys, values = self.views[layer]  # (rows*K*capacity,d) twice, (B,K,L,d) twice
+        key_store.index_copy_(0, self.new, k.reshape(-1, self.d))
+        value_store.index_copy_(0, self.new, v.reshape(-1, self.d))
+        grouped = q.view(len(q), self.K, -1, self.d)  # (B,K,H/K,d)
         return F.scaled_dot_product_attention(grouped, keys, values, self.mask).view(q.shape)
 
-    def end_step(self):
-        self.lengths[: self.B] += 1
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One decode step
+
+
+class Decoder:
+    """Rows [:B] of up to `rows`, their newest tokens, what they may draw, and the step that gives each its next token.
+
+    draw(logits (B,V), u (B,)) -> ids (B,), log-probs (B,); u are each row's own random numbers, one a token.
+    """
+
+    def __init__(self, model, draw, rows: int, capacity: int, limit: int, max_new_tokens: int):
+        self.model, self.draw, self.rows = model, draw, rows
+        like = model.model.embed_tokens.weight
+        self.cache = KVCache(model.config, rows, capacity, limit, like)
+        integers = dict(dtype=torch.long, device=like.device)
+        self.last, self.written, self.alive = (torch.zeros(rows, **integers) for _ in range(3))
+        self.u = torch.zeros(rows, max_new_tokens, dtype=torch.float64, device=like.device)
+        self.logprobs = torch.zeros(rows, device=like.device)
+        # (B, capacity) -> its recorded step, or None after a first one that was not recorded. A record holds addresses,
+        # of the weights too, which may be gathered anew for each rollout: records live as long as this object.
+        self.records = {} if like.device.type in RECORDED else None
+
+    def start(self, slots: list[int], last: list[int], u):
+        """Rows `slots` begin, their prompts' keys and values inserted: each with its last token and its numbers u."""
+        self.last[slots] = torch.tensor(last, device=self.last.device)
+        self.u[slots] = torch.from_numpy(u).to(self.u.device)
+        self.written[slots] = 0
+        self.alive[slots] = 1
+
+    def move(self, source: list[int], target: list[int], B: int):
+        """Rows `source` take the places of `target`, after which only rows [:B] are alive."""
+        if source:
+            self.cache.move(source, target)
+            for x in (self.last, self.written, self.u):
+                x[target] = x[source]
+        self.alive[B:] = 0
+        self.cache.lengths[B:] = 0
+
+    def step(self, B: int, L: int):
+        """One token for each of rows [:B]. Depends on B, L and what the buffers hold; a dead row among them computes
+        something over its first place, and stays as it is."""
+        self.cache.begin_step(B, L)
+        hidden = self.model(self.last[:B, None], cache=self.cache)
+        logits = self.model.lm_head(hidden[:, 0])  # (B,V)
+        u = self.u[:B].gather(1, self.written[:B, None].clamp(max=self.u.shape[1] - 1))[:, 0]
+        ids, logprobs = self.draw(logits, u)
+        self.last[:B] = ids
+        self.logprobs[:B] = logprobs
+        for count in (self.cache.lengths, self.written):
+            count[:B].add_(self.alive[:B])
+
+    def advance(self, B: int, longest: int, count: int):
+        """`count` tokens for rows [:B], the longest having `longest` after the first -> ids, log-probs (B,count)."""
+        self.cache.grow(longest + count - 1)  # not between steps: nothing may be running when records are dropped
+        drawn = []
+        for i in range(count):
+            if self.records is None:
+                self.step(B, bucket(longest + i))
+            else:
+                self.replay(min(self.rows, 1 << (B - 1).bit_length()))
+            drawn.append((self.last[:B].clone(), self.logprobs[:B].clone()))
+        return [torch.stack(x, 1) for x in zip(*drawn)]
+
+    def replay(self, width: int):
+        """A step of `width` rows, a power of two or all: few records for all numbers of rows, since on a GPU idle rows
+        cost little. It attends to the whole capacity. The first step of a kind runs as it is: it makes what libraries
+        make at their first call, which must not happen while recording. The second is recorded, then replayed."""
+        if any(capacity != self.cache.capacity for _, capacity in self.records):
+            self.records.clear()  # the cache grew: they write where it was, and each holds its intermediate results
+        kind = width, self.cache.capacity
+        if kind not in self.records:
+            self.records[kind] = None
+            return self.step(*kind)
+        if self.records[kind] is None:
+            self.records[kind] = record(lambda: self.step(*kind))
+        self.records[kind]()
+
+
+def record(step):
+    """A function that repeats what `step` launches, on the same addresses; `step` itself changes nothing meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: another thread, such as NCCL's watchdog, may call CUDA meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products on a CPU
+
+
+@once
+def packed_type(dtype: torch.dtype) -> torch.dtype | None:
+    """The type in which oneDNN multiplies weights of dtype on this CPU, found by trying: bfloat16 needs instructions
+    that not every CPU has, and fp32 is then seven times as fast as torch's emulation. None: no packing here."""
+    ops = torch.ops.mkldnn
+    if torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise"):
+        x, weight = torch.linspace(-1, 1, 5 * 64).view(5, 64), torch.linspace(-1, 2, 96 * 64).sin().view(96, 64)
+        for candidate in {torch.float32: [torch.float32], torch.bfloat16: [dtype, torch.float32]}.get(dtype, []):
+            a, b = x.to(candidate), weight.to(candidate)
+            try:
+                y = ops._linear_pointwise(a, ops._reorder_linear_weight(b, 32), None, "none", [], "")
+            except RuntimeError:
+                continue
+            if torch.allclose(y.double(), a.double() @ b.double().T, rtol=8 * torch.finfo(candidate).eps, atol=1e-5):
+                return candidate
+    return None
+
+
+def product(linears):
+    """x -> the outputs of linear layers side by side, as one product with packed weights. None where that can't be: on
+    another device, or for layers that are more than a linear (an adapter folded in by lora.py's `merged` is not)."""
+    weights = [x.weight if type(x) is nn.Linear else getattr(x, "folded", None) for x in linears]
+    if any(w is None or w.device.type != "cpu" for w in weights) or len({w.dtype for w in weights}) > 1:
+        return None
+    ops, dtype, packed = torch.ops.mkldnn, weights[0].dtype, packed_type(weights[0].dtype)
+    if packed is None:
+        return None
+    # Laid out for 32 rows always: a layout for one row rounds differently, and is slower for two.
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    weight = ops._reorder_linear_weight(weight.detach().to(packed), 32)
+    bias = None if linears[0].bias is None else torch.cat([x.bias.detach() for x in linears]).to(packed)
+    if packed == dtype:
+        return lambda x: ops._linear_pointwise(x, weight, bias, "none", [], "")
+    return lambda x: ops._linear_pointwise(x.to(packed), weight, bias, "none", [], "").to(dtype)
+
+
+def joint_qkv(attention):
+    """model.py's Attention.qkv with one product, one norm and one rotation, for q and k are treated alike."""
+    multiply, d = product([attention.q_proj, attention.k_proj, attention.v_proj]), attention.head_dim
+    H, K, norms = attention.q_proj.out_features // d, attention.k_proj.out_features // d, None
+    if hasattr(attention.q_norm, "weight"):
+        norms = torch.cat([attention.q_norm.weight.expand(H, d), attention.k_norm.weight.expand(K, d)])  # (H+K,d)
+
+    def qkv(x, cos, sin):
+        y = multiply(x).view(*x.shape[:2], H + 2 * K, d)
+        qk = y[:, :, : H + K]
+        if norms is not None:
+            qk = F.rms_norm(qk, (d,), None, attention.q_norm.eps) * norms
+        qk = (qk * cos).add_(qk.roll(d // 2, -1).mul_(sin))
+        return qk[:, :, :H], qk[:, :, H:], y[:, :, H + K :]
+
+    return multiply and qkv
+
+
+def joint_gated(mlp):
+    """model.py's MLP.gated with one product."""
+    multiply = product([mlp.gate_proj, mlp.up_proj])
+
+    def gated(x):
+        gate, up = multiply(x).chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    return multiply and gated
+
+
+@contextmanager
+def packed_linears(model: nn.Module):
+    """For a rollout, linear layers on the CPU multiply weights laid out once for oneDNN instead of at each call, and
+    those that read the same input in one product.
+
+    At a batch of 32 that halves a decode step where oneDNN has the better kernels, and gives a row the same result
+    whatever rows share its batch, which torch's default does not. Costs one more copy of the weights meanwhile. Layers
+    on another device, or that are more than plain linears, stay as they are.
+    """
+    changed, inside = [], set()
+    try:
+        for module in model.modules():  # a module comes before the layers inside it
+            if hasattr(module, "qkv"):
+                name, make, parts = "qkv", joint_qkv, [module.q_proj, module.k_proj, module.v_proj]
+            elif hasattr(module, "gated"):
+                name, make, parts = "gated", joint_gated, [module.gate_proj, module.up_proj]
+            elif isinstance(module, nn.Linear) and module not in inside:
+                name, make, parts = "forward", lambda linear: product([linear]), []
+            else:
+                continue
+            if (function := make(module)) is not None:
+                setattr(module, name, function)
+                changed.append((module, name))
+                inside.update(parts)
+        yield
+    finally:
+        for module, name in changed:
+            delattr(module, name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,22 +376,21 @@ def pick(weights, u, block: int = 128):
 
 
 def draw(logits, u, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
-    """logits (B,V), u (B,) float64 -> (ids (B,), log-probs (B,) fp32 at the temperature, before truncation).
+    """logits (B,V), overwritten; u (B,) float64 -> (ids (B,), log-probs (B,) fp32 at the temperature, not truncated).
 
-    Temperature 0 takes the largest logit, and its log-prob at temperature 1. All in fp32.
+    Temperature 0 takes the largest logit, and its log-prob at temperature 1. All in fp32. Few passes over (B,V), and
+    one new buffer of that size: each costs as much as a layer of a small model.
     """
-    logits = logits.float()
-    z = logits - logits.amax(-1, keepdim=True)  # before the division: a tiny temperature must not overflow
-    if temperature not in (0, 1):
-        z = z / temperature
+    z = logits.float()
+    if temperature not in (0, 1):  # the maximum goes first: a tiny temperature must not overflow
+        z.sub_(z.amax(-1, keepdim=True)).div_(temperature)
+    weights = z.softmax(-1)  # its sum is 1 but for rounding, so the sum is taken again
+    ids, total = pick(weights, u)
     if temperature == 0:
-        ids, total = logits.argmax(-1), z.exp().sum(-1)
+        ids = z.argmax(-1)
     elif (0 < top_k < z.shape[-1]) or top_p < 1 or min_p > 0:
-        ids, _ = pick(truncate(z, top_k, top_p, min_p).exp_(), u)
-        total = z.exp().sum(-1)
-    else:
-        ids, total = pick(z.exp(), u)
-    return ids, z.gather(1, ids[:, None])[:, 0] - total.log().float()
+        ids, _ = pick(truncate(z, top_k, top_p, min_p).softmax(-1), u)
+    return ids, (weights.gather(1, ids[:, None])[:, 0].log() - total.log()).float()
 
 
 def uniforms(seed: int, key: int, sample: int, count: int) -> np.ndarray:
@@ -211,32 +407,6 @@ def uniforms(seed: int, key: int, sample: int, count: int) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop
-
-
-@contextmanager
-def packed_linears(model: nn.Module):
-    """For a rollout, linear layers on the CPU multiply weights laid out once for oneDNN instead of at each call.
-
-    At a batch of 32 that halves a decode step, and gives a row the same result whatever rows share its batch, which
-    torch's default does not. (Laid out for 32 rows always: a layout for one row rounds differently, and is slower for
-    two.) Costs one more copy of the weights meanwhile. A linear whose adapter is merged for sampling (lora.py's
-    `folded`) counts as plain; elsewhere, and for layers that are more than plain linears, nothing changes.
-    """
-    ops, packed = torch.ops.mkldnn, []
-    if torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise"):
-        for module in model.modules():
-            folded = getattr(module, "folded", None)
-            weight = module.weight if type(module) is nn.Linear else folded
-            if weight is not None and weight.device.type == "cpu" and weight.dtype == torch.float32:
-                packed.append((module, weight.detach()))
-    try:
-        for module, weight in packed:
-            weight, bias = ops._reorder_linear_weight(weight, 32), module.bias
-            module.forward = lambda x, w=weight, b=bias: ops._linear_pointwise(x, w, b, "none", [], "")
-        yield
-    finally:
-        for module, _ in packed:
-            module.__dict__.pop("forward", None)
 
 
 def check_request(model, prompts, n, max_new_tokens, temperature, top_k, top_p, min_p, max_batch, keys):
@@ -289,7 +459,7 @@ def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, t
     rules = dict(temperature=temperature, top_k=top_k or 0, top_p=top_p, min_p=min_p)
     try:
         with packed_linears(model):
-            return Rollout(model, prompts, n, max_new_tokens, stop_ids, seed, keys, slots, on_token).run(rules)
+            return Rollout(model, prompts, n, max_new_tokens, rules, stop_ids, seed, keys, slots, on_token).run()
     finally:
         model.train(was_training)
 
@@ -297,46 +467,29 @@ def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, t
 class Rollout:
     """The rows of one `generate` call. A row is (prompt, sample); it waits in the queue, then decodes in a slot."""
 
-    def __init__(self, model, prompts, n, max_new_tokens, stop_ids, seed, keys, slots, on_token):
+    def __init__(self, model, prompts, n, max_new_tokens, rules, stop_ids, seed, keys, slots, on_token):
         self.model, self.prompts, self.max_new_tokens = model, [tuple(p) for p in prompts], max_new_tokens
         self.stop_ids, self.seed, self.keys, self.on_token = set(stop_ids), seed, keys, on_token
-        embedding, longest = model.model.embed_tokens.weight, max(map(len, prompts))
-        self.device = embedding.device
+        longest = max(map(len, prompts))
+        self.device = model.model.embed_tokens.weight.device
         self.completions = [[Completion([], [], False) for _ in range(n)] for _ in prompts]
         self.queue = deque((p, s) for p in range(len(prompts)) for s in range(n))
         self.waiting = Counter(self.prompts[p] for p, _ in self.queue)  # rows of the queue that begin with this prompt
         self.prefilled = {}  # prompt -> keys and values, one (T,K,d) a layer, while rows of the queue need them
         self.slots: list[tuple[int, int] | None] = [None] * slots
         capacity, limit = longest + min(max_new_tokens, 64), longest + max_new_tokens
-        self.cache = KVCache(model.config, slots, capacity, limit, embedding)
-        self.last = torch.zeros(slots, dtype=torch.long, device=self.device)  # each row's newest token
-        self.written = torch.zeros(slots, dtype=torch.long, device=self.device)  # how many tokens it has drawn
-        self.u = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=self.device)
+        self.decoder = Decoder(model, partial(draw, **rules), slots, capacity, limit, max_new_tokens)
 
-    def run(self, rules) -> list[list[Completion]]:
+    def run(self) -> list[list[Completion]]:
         self.refill(list(range(len(self.slots))))
         while self.slots:
             written = [len(self.completions[p][s].tokens) for p, s in self.slots]
             longest = max(len(self.prompts[p]) + tokens for (p, _), tokens in zip(self.slots, written))
             count = min(LOOK_EVERY.get(self.device.type, 8), self.max_new_tokens - min(written))
-            steps = [self.step(longest + i, rules) for i in range(count)]
-            tokens, logprobs = (torch.stack(x, 1).tolist() for x in zip(*steps))  # (B,count)
+            tokens, logprobs = (x.tolist() for x in self.decoder.advance(len(self.slots), longest, count))  # (B,count)
             if gaps := [i for i, row in enumerate(self.slots) if self.extend(*row, tokens[i], logprobs[i])]:
                 self.refill(gaps)
         return self.completions
-
-    def step(self, longest: int, rules):
-        """One token for each row: (ids (B,), log-probs (B,))."""
-        B = len(self.slots)
-        self.cache.begin_step(B, longest)
-        hidden = self.model(self.last[:B, None], cache=self.cache)
-        self.cache.end_step()
-        logits = self.model.lm_head(hidden[:, 0])  # (B,V)
-        u = self.u[:B].gather(1, self.written[:B, None].clamp(max=self.max_new_tokens - 1))[:, 0]
-        ids, logprobs = draw(logits, u, **rules)
-        self.last[:B] = ids
-        self.written[:B] += 1
-        return ids, logprobs
 
     def extend(self, prompt: int, sample: int, tokens, logprobs) -> bool:
         """Appends new tokens to a row; True when that completed it."""
@@ -363,13 +516,11 @@ class Rollout:
         B = len(self.slots) - len(gaps)
         target = sorted(slot for slot in gaps if slot < B)
         source = [slot for slot in range(B, len(self.slots)) if slot not in gaps]
-        if target:
-            self.cache.move(source, target)
-            for x in (self.last, self.written, self.u):
-                x[target] = x[source]
+        if gaps:
+            self.decoder.move(source, target, B)
             for t, s in zip(target, source):
                 self.slots[t] = self.slots[s]
-        del self.slots[B:]
+            del self.slots[B:]
 
     def start(self, new: dict[int, tuple[int, int]]):
         """Slots begin new rows, from their prompts' keys and values; several new prompts are prefilled at a time."""
@@ -384,16 +535,12 @@ class Rollout:
             if missing := [prompt for prompt in batch if prompt not in self.prefilled]:
                 self.prefill(missing)
             for prompt in batch:
-                slots = slots_of[prompt]
-                self.cache.insert(slots, *self.prefilled[prompt])
-                self.last[slots] = prompt[-1]
-                self.waiting[prompt] -= len(slots)
+                self.decoder.cache.insert(slots_of[prompt], *self.prefilled[prompt])
+                self.waiting[prompt] -= len(slots_of[prompt])
                 if not self.waiting[prompt]:
                     del self.prefilled[prompt]
-        slots = list(new)
         u = [uniforms(self.seed, self.keys[p], s, self.max_new_tokens) for p, s in new.values()]
-        self.u[slots] = torch.from_numpy(np.stack(u)).to(self.device)
-        self.written[slots] = 0
+        self.decoder.start(list(new), [self.prompts[p][-1] for p, _ in new.values()], np.stack(u))
 
     def prefill(self, prompts: list[tuple]):
         """Keys and values of all but the last token of each prompt, in one right-padded batch."""

@@ -33,6 +33,7 @@ import torch
 import data
 import fsdp
 import lora
+import plan
 import plot
 from cli import check_choice, help_text, parse_flags
 from data.tokenizer import load_tokenizer
@@ -59,6 +60,7 @@ class Config:
     enable_thinking: bool | None = None  # passed to the chat template, where it has such a switch
     output_dir: str | None = None  # default: runs/MODEL-DATA, numbered
     resume: bool = False  # go on from the newest complete checkpoint of output_dir
+    plan: bool = False  # only say how much memory it takes, what would fit, and end
     seed: int = 0  # of everything random
     # Rollouts
     prompts_per_step: int = 8  # P, over all ranks
@@ -198,7 +200,7 @@ def complete(cfg: Config):
             "--base nf4 is frozen, so something must be trained on it: --lora_r 16, or --adapter DIRECTORY"
         )
     if cfg.cpu_offload and (cfg.lora_r or cfg.adapter):
-        raise ValueError("--cpu_offload is for what AdamW trains, and adapters are too small to be worth it: leave it off")
+        raise ValueError("--cpu_offload is for what AdamW trains, and adapters are too small for it: leave it off")
     for name in ("prompts_per_step", "num_generations", "max_completion_length", "max_steps", "num_iterations",
                  "steps_per_generation", "micro_batch_tokens", "max_prompt_length", "chunk_bytes",
                  "kv_bytes", "keep"):  # fmt: skip
@@ -253,6 +255,7 @@ def train(cfg: Config, run: "Run", stop_asked=lambda: False):
             part = [row for row in rows if row.place // cfg.prompts_per_step == update % cfg.steps_per_generation]
             torch.manual_seed(hash((cfg.seed, run.step, run.world.rank)))  # dropout, the same after a resume
             metrics = described | optimizer_step(model, optimizer, part, cfg, run.step)
+            optimizer.zero_grad(set_to_none=True)  # not to be held while sampling
             run.step += 1
             metrics["step_time"] = time.perf_counter() - clock
             if cfg.eval_every and (run.step % cfg.eval_every == 0 or run.step == cfg.max_steps):
@@ -434,6 +437,11 @@ class Run:
             test[: cfg.eval_problems], self.tokenizer, cfg.max_prompt_length, **fit
         )
 
+        self.memory_before, memory = plan.peak_memory(cfg.device), plan.device_memory(cfg.device)
+        self.plan = plan.estimate(plan.find_config(place), cfg, world.size)
+        if fsdp.is_first() and not self.plan.fits(memory):
+            print(plan.answer(plan.find_config(place), cfg, world.size, memory))
+
         torch.manual_seed(cfg.seed)
 
         chosen = [choose_directory(cfg.output_dir, cfg.model, cfg.data, cfg.resume)] if fsdp.is_first() else []
@@ -500,8 +508,8 @@ class Run:
         size = f"{len(self.train):,} problems" if hasattr(self.train, "__len__") else "endless problems"
         self.journal.say(
             f"{cfg.model}: {count:,} parameters, {trained:,} of them trained, "
-            f"{(count * 4 + trained * 12) / 2**30:.2f} GiB with gradients and AdamW's state; "
-            f"computing in {cfg.dtype} on {self.world.size} x {cfg.device}\n"
+            f"computing in {cfg.dtype} on {self.world.size} x {cfg.device}, "
+            f"with up to {plan.gib(self.plan.total)} on each (--plan tells of what)\n"
             f"{cfg.data}: {size} to train on, {len(self.test)} held out"
             + (f", {dropped} dropped for prompts above {cfg.max_prompt_length} tokens" if dropped else "")
             + f"\nrewards: {cfg.rewards}; solved: {cfg.solved} above 0\n"
@@ -545,6 +553,8 @@ class Run:
                     self.tokenizer.save(folder)
 
             fsdp.export(self.model, write)
+        peak = max(fsdp.gather_objects([plan.peak_memory(self.cfg.device) - self.memory_before]))
+        self.journal.say(f"memory: {plan.gib(peak)} at most on a rank, {plan.gib(self.plan.total)} planned")
         picture = plot.plot_run(self.directory) if fsdp.is_first() else None
         command = (
             f"python sample.py --model {self.cfg.model} --adapter {folder}"
@@ -559,7 +569,8 @@ def resume_command(argv: list[str], directory) -> str:
     launch = ["python"]
     if "LOCAL_WORLD_SIZE" in os.environ:
         here, world = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-        launch = ["torchrun", *(["--nnodes", str(world // here)] if world > here else []), "--nproc_per_node", str(here)]
+        nodes = ["--nnodes", str(world // here)] if world > here else []
+        launch = ["torchrun", *nodes, "--nproc_per_node", str(here)]
     resume = ["--output_dir", str(directory), "--resume"]  # a later flag overrides an earlier one
     return shlex.join([*launch, *argv, *([] if argv[-3:] == resume else resume)])
 
@@ -574,6 +585,11 @@ def main():
         return
     try:
         cfg = config_from(sys.argv[1:])
+        if cfg.plan:
+            if os.environ.get("RANK", "0") == "0":
+                ranks, memory = int(os.environ.get("WORLD_SIZE", 1)), plan.device_memory(cfg.device)
+                print(plan.answer(plan.find_config(cfg.model), cfg, ranks, memory))
+            return
         run = Run(cfg)
         with run.journal, fsdp.stop_signals() as stop_asked:
             train(cfg, run, stop_asked)
@@ -582,7 +598,7 @@ def main():
         else:
             run.journal.say(f"stopped after step {run.step}; to go on:\n{resume_command(sys.argv, run.directory)}")
         fsdp.shutdown()
-    except (ValueError, FloatingPointError, ConnectionError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:
         sys.exit(f"train.py: {error}")
 
 

@@ -7,4 +7,4 @@ import os
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: its profiler prints two lines a run
 
-NAMES = ("head",)
+NAMES = ("head", "sample", "step", "adapters", "device", "scale")

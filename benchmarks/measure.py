@@ -15,9 +15,16 @@ from pathlib import Path
 
 import torch
 
-from model import fast_cpu_matmul
+from model import ModelConfig, Transformer, fast_cpu_matmul, find_checkpoint, save_model
 
 MIB = 2**20
+# 31.5 million parameters in Qwen3's proportions, 18.9 of them the embedding, which is the head, too.
+SMALL = {
+    "model_type": "qwen3", "vocab_size": 49152, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True, "pad_token_id": 0,
+}  # fmt: skip
+TOY = SMALL | {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
 
 
 def interleaved(contestants, repeats, prepare=lambda: None, device="cpu"):
@@ -70,7 +77,7 @@ class MatmulRoutes:
 
     def on(self, name, f):
         """f, to be called on that route."""
-        if name == "default":
+        if self.names == ["default"]:
             return f
 
         def call():
@@ -79,6 +86,17 @@ class MatmulRoutes:
             self.switch.fp32_precision = self.settings["default"]
 
         return call
+
+
+def model_directory(name, config, temporary):
+    """Where the checkpoint `name` is; without a name, a model of this config with random weights is written first."""
+    if name:
+        return find_checkpoint(name)
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig.from_dict(config))
+    model.init_weights()
+    save_model(model, Path(temporary) / "model")
+    return str(Path(temporary) / "model")
 
 
 def version(package):

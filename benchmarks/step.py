@@ -1,0 +1,397 @@
+"""step: a whole GRPO step beside TRL's GRPOTrainer, and what reading a prompt once for its group saves.
+
+Same model, prompts, lengths, reward, loss and AdamW; full fine-tuning and LoRA, without and with a reference model.
+Ours is one turn of train.py's own loop, journal included. TRL's is its own Trainer.train(), in a thread that waits
+while it is not its turn, from on_step_begin to on_step_end: transformers' sampling, loss and update, no logging; its
+defaults, but for gradient checkpointing, which is off on both sides. No token ends a completion, so all are of full
+length on both. On a CPU ours computes on the matmul route that train.py switches on and TRL on torch's default; a
+last column lends it ours.
+
+Peak memory is that of fresh processes after two steps: VmHWM, with malloc told to return what is freed (on CUDA what
+the allocator held at most), in all and beyond what each had after its imports.
+
+The shared prefix: forward and backward of one group by learner.optimizer_step, with it and without.
+
+    python bench.py step --repeats 3 --json step.json
+    python bench.py step --model smollm2-135m-instruct --prompt_tokens 128
+"""
+
+import json
+import os
+import random
+import statistics
+import tempfile
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+import learner
+from benchmarks.measure import (MIB, SMALL, TOY, MatmulRoutes, interleaved, machine, model_directory, peak_memory,
+                                table, version)  # fmt: skip
+from data.tokenizer import load_tokenizer
+from model import load_model
+from sample import Completion
+
+PEER = ("trl", "peft", "datasets")  # what its side needs
+RANK, ALPHA = 16, 32
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def add_arguments(parser):
+    parser.add_argument("--model", help="a directory, an alias or a hub id (default: 31.5M parameters, random)")
+    parser.add_argument("--prompts", type=int, default=2, help="of a step")
+    parser.add_argument("--generations", type=int, default=8, help="G, completions of each")
+    parser.add_argument("--prompt_tokens", type=int, default=48)
+    parser.add_argument("--new_tokens", type=int, default=64)
+    parser.add_argument("--prefix_tokens", type=int, default=128, help="P and R of the shared prefix part")
+
+
+def odd_share(completion_ids, **_):
+    """The reward, on both sides: a share that differs from row to row and costs nothing."""
+    return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What both sides read
+
+
+def write_words(directory):
+    """A tokenizer for a random model: token i is the word "w<i>"."""
+    directory = Path(directory)
+    V = json.loads((directory / "config.json").read_text())["vocab_size"]
+    words = {
+        "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(V)}, "unk_token": "w0"},
+    }  # fmt: skip
+    (directory / "tokenizer.json").write_text(json.dumps(words))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1", "pad_token": "w0"}))
+
+
+def write_prompts(directory, path, count, length):
+    """`count` prompts of exactly `length` tokens, of random words, as a .jsonl file."""
+    tokenizer, rng = load_tokenizer(directory), random.Random(0)
+    with open(path, "w") as file:
+        for _ in range(count):
+            words, held = [], 0
+            while held < length:
+                word = tokenizer.decode([rng.randrange(tokenizer.vocab_size)]).strip()
+                longer = len(tokenizer.encode_prompt(" ".join([*words, word])))
+                if word.isascii() and word.isalnum() and held < longer <= length:
+                    words, held = [*words, word], longer
+            file.write(json.dumps({"prompt": " ".join(words)}) + "\n")
+
+
+@dataclass
+class Job:
+    """One kind of training, for either side and any process."""
+
+    directory: str  # the model's
+    data: str  # a .jsonl file of prompts
+    work: str  # where runs may write
+    lora: bool
+    beta: float
+    device: str
+    dtype: str
+    prompts: int
+    generations: int
+    prompt_tokens: int
+    new_tokens: int
+
+    def label(self):
+        return {"training": "LoRA" if self.lora else "full", "beta": self.beta}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two sides: .step() is one step, .close() ends it
+
+
+class Ours:
+    def __init__(self, job):
+        from train import Run, config_from, train
+
+        flags = dict(
+            model=job.directory, data=job.data, rewards=f"{__file__}:odd_share", beta=job.beta,
+            lora_r=RANK if job.lora else 0, lora_alpha=ALPHA, lora_targets=",".join(LINEARS),
+            prompts_per_step=job.prompts, num_generations=job.generations, max_prompt_length=job.prompt_tokens,
+            max_completion_length=job.new_tokens, warmup_ratio=0, device=job.device, dtype=job.dtype,
+            output_dir=tempfile.mkdtemp(dir=job.work), eval_every=0, save_every=0, print_every=0,
+        )  # fmt: skip
+        self.cfg = config_from([f"--{name}={value}" for name, value in flags.items()])
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # what a run says, and its progress bar
+            self.run = Run(self.cfg)
+        self.run.tokenizer.stop_ids = set()
+        self.train, self.cfg.max_steps = train, 0
+
+    def step(self):
+        self.cfg.max_steps += 1
+        self.train(self.cfg, self.run)
+
+    def close(self):
+        self.run.journal.bar.close()
+
+
+class Finished(Exception):
+    pass
+
+
+class TRL:
+    def __init__(self, job):
+        import transformers
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        # Masters in fp32, as ours; bfloat16 is its autocast.
+        model = transformers.AutoModelForCausalLM.from_pretrained(job.directory, dtype=torch.float32)
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(job.directory)
+        never = model.config.vocab_size  # an end that no model can write: the ordinary checks run, and find nothing
+        config = GRPOConfig(
+            output_dir=job.work, beta=job.beta, per_device_train_batch_size=job.prompts * job.generations,
+            num_generations=job.generations, max_completion_length=job.new_tokens, lr_scheduler_type="constant",
+            bf16=job.dtype == "bfloat16", use_cpu=job.device == "cpu", gradient_checkpointing=False, report_to="none",
+            logging_strategy="no", save_strategy="no", disable_tqdm=True, max_steps=10**6,
+            generation_kwargs={"eos_token_id": never},
+        )  # fmt: skip
+        peft_config = None
+        if job.lora:
+            from peft import LoraConfig
+
+            peft_config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=LINEARS)
+        self.turn, self.done, self.error, self.closing = threading.Semaphore(0), threading.Semaphore(0), None, False
+        side = self
+
+        class Turns(transformers.TrainerCallback):
+            def on_train_begin(self, *_, **__):
+                side.done.release()  # set up
+
+            def on_step_begin(self, *_, **__):
+                side.turn.acquire()
+                if side.closing:
+                    raise Finished
+
+            def on_step_end(self, *_, **__):
+                side.done.release()
+
+        rows = [json.loads(line) for line in Path(job.data).read_text().splitlines()]
+        self.trainer = GRPOTrainer(
+            model, odd_share, config, Dataset.from_list(rows), processing_class=tokenizer, peft_config=peft_config,
+            callbacks=[Turns()],
+        )  # fmt: skip
+        self.trainer.eos_token_ids = [never]
+        self.thread = threading.Thread(target=self.train, daemon=True)
+        self.thread.start()
+        self.wait()
+
+    def train(self):
+        try:
+            self.trainer.train()
+        except Finished:
+            pass
+        except BaseException as error:  # for the thread that waits
+            self.error = error
+        self.done.release()
+
+    def wait(self):
+        self.done.acquire()
+        if self.error:
+            raise self.error
+
+    def step(self):
+        self.turn.release()
+        self.wait()
+
+    def close(self):
+        self.closing = True
+        self.turn.release()
+        self.thread.join()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Peak memory
+
+
+def status_bytes(field):
+    """VmHWM or VmRSS of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def peak_of(kind, job):
+    """In a fresh process: (bytes at the peak, bytes held when everything was imported)."""
+    if kind == "TRL":
+        import datasets  # noqa: F401
+        import peft  # noqa: F401
+        from trl import GRPOTrainer  # noqa: F401
+    else:
+        import train  # noqa: F401
+    on_cpu = job.device == "cpu"
+    imported = status_bytes("VmRSS") if on_cpu else 0
+    side = SIDES[kind](job)
+    for _ in range(2):
+        side.step()
+    peak = status_bytes("VmHWM") if on_cpu else torch.cuda.max_memory_allocated()
+    side.close()
+    return peak, imported
+
+
+def peak_in_fresh_process(kind, job):
+    before = dict(os.environ)
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(peak_of, kind, job).result()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+SIDES = {"ours": Ours, "TRL": TRL}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The shared prefix
+
+
+class Group:
+    """Forward and backward of one group, by learner.optimizer_step with an optimizer that does nothing."""
+
+    def __init__(self, args, directory, dtype):
+        from train import Config
+
+        self.model = load_model(directory, device=args.device, dtype=dtype)
+        V, N = self.model.config.vocab_size, args.prefix_tokens
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(V, (args.generations + 1, N), generator=generator).tolist()
+        problem, advantages = {"prompt_ids": ids[0]}, torch.randn(args.generations, generator=generator).tolist()
+        self.rows = [
+            learner.Row(problem, 0, i, Completion(tokens, [0.0] * N, False), "", advantage=advantage)
+            for i, (tokens, advantage) in enumerate(zip(ids[1:], advantages))
+        ]
+        self.optimizer = SimpleNamespace(param_groups=[{}], step=lambda: None, zero_grad=self.model.zero_grad)
+        self.cfgs = {shared: Config(shared_prefix=shared, max_grad_norm=0, device=args.device)
+                     for shared in (True, False)}  # fmt: skip
+
+    def pass_over(self, shared):
+        learner.optimizer_step(self.model, self.optimizer, self.rows, self.cfgs[shared], 0)
+
+    def gradients(self, shared):
+        self.pass_over(shared)
+        return [p.grad.clone() for p in self.model.parameters()]
+
+    def largest_difference(self):
+        """Over all parameters, of the two gradients, relative to the largest entry of the parameter's gradient."""
+        pairs = zip(self.gradients(True), self.gradients(False))
+        return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+    def activation_bytes(self, shared):
+        self.model.zero_grad(set_to_none=True)
+        peak = peak_memory(lambda: self.pass_over(shared), self.model.lm_head.weight.device.type)
+        return peak - sum(p.grad.nbytes for p in self.model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ratios(a, b):
+    """Median, lowest and highest of a/b, paired round by round."""
+    paired = [x / y for x, y in zip(a, b)]
+    return statistics.median(paired), min(paired), max(paired)
+
+
+def time_steps(args, routes, jobs, peer):
+    """A row for each job."""
+    rows = []
+    for job in jobs:
+        ours, trl = Ours(job), TRL(job) if peer else None
+        contestants = {"ours": routes.on(routes.names[-1], ours.step)}
+        if peer:
+            contestants |= {name: routes.on(name, trl.step) for name in routes.names}
+        seconds = interleaved(contestants, args.repeats, device=args.device)
+        row = job.label() | {"s, ours": statistics.median(seconds["ours"])}
+        ours.close()
+        if peer:
+            trl.close()
+            row["s, TRL"] = statistics.median(seconds["default"])
+            columns = ("times as fast as TRL", "lowest", "highest")
+            row |= zip(columns, ratios(seconds["default"], seconds["ours"]))
+            if "fast" in seconds:
+                row["as TRL, faster matmul"] = ratios(seconds["fast"], seconds["ours"])[0]
+        rows.append(row)
+    return rows
+
+
+def weigh_steps(jobs, peer):
+    """A row for each job."""
+    rows = []
+    for job in jobs:
+        peak, imported = peak_in_fresh_process("ours", job)
+        row = job.label() | {"MiB, ours": peak / MIB, "beyond imports": (peak - imported) / MIB}
+        if peer:
+            others, others_imported = peak_in_fresh_process("TRL", job)
+            row |= {"MiB, TRL": others / MIB, "TRL, beyond imports": (others - others_imported) / MIB}
+            row |= {"ours / TRL": peak / others}
+            row |= {"beyond imports, ours / TRL": (peak - imported) / (others - others_imported)}
+        rows.append(row)
+    return rows
+
+
+def shared_prefix(args, routes, directory):
+    """One row; also in float64, the two gradients' difference."""
+    group = Group(args, directory, args.torch_dtype)
+    route = routes.names[-1]
+    contestants = {shared: routes.on(route, lambda shared=shared: group.pass_over(shared)) for shared in (True, False)}
+    seconds = interleaved(contestants, args.repeats, device=args.device)
+    memory = {shared: group.activation_bytes(shared) for shared in contestants}
+    faster, lowest, highest = ratios(seconds[False], seconds[True])
+    row = {
+        "P": args.prefix_tokens, "R": args.prefix_tokens, "G": args.generations, "times as fast": faster,
+        "lowest": lowest, "highest": highest, "MiB, plain": memory[False] / MIB, "MiB, shared": memory[True] / MIB,
+        "memory / plain": memory[True] / memory[False],
+        f"gradients differ by, {args.dtype}": group.largest_difference(),
+    }  # fmt: skip
+    exact = Group(args, directory, torch.float64)
+    return row | {"float64": exact.largest_difference()}
+
+
+def run(args):
+    """Seconds, memory and ratios of whole steps, then of the shared prefix."""
+    if args.quick:
+        args.prompts, args.generations, args.prompt_tokens, args.new_tokens, args.prefix_tokens = 2, 2, 6, 4, 8
+        args.repeats = 1
+    routes = MatmulRoutes(args.device)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = model_directory(args.model, TOY if args.quick else SMALL, temporary)
+        if not args.model:
+            write_words(directory)
+        info = machine(args.device) | {package: version(package) for package in ("trl", "transformers")}
+        info |= {"model": args.model or "random", "dtype": args.dtype}
+        print(", ".join(f"{key} {value}" for key, value in info.items()), end="\n\n")
+        peer = all(version(package) for package in PEER)
+        if not peer:
+            print(f"TRL's columns are left out: they need {', '.join(PEER)}.\n")
+        data = str(Path(temporary) / "prompts.jsonl")
+        write_prompts(directory, data, 8 * args.prompts, args.prompt_tokens)
+        kinds = [(True, 0.04)] if args.quick else [(x, y) for x in (False, True) for y in (0.0, 0.04)]
+        jobs = [Job(directory, data, temporary, lora, beta, args.device, args.dtype, args.prompts, args.generations,
+                    args.prompt_tokens, args.new_tokens) for lora, beta in kinds]  # fmt: skip
+        parts = {"times": time_steps(args, routes, jobs, peer)}
+        size = f"{args.prompts} prompts x {args.generations}, {args.prompt_tokens} + {args.new_tokens} tokens"
+        print(f"A step of {size}; medians, ratios paired round by round:\n")
+        table(parts["times"])
+        if args.device == "cuda" or Path("/proc/self/status").exists():
+            parts["memory"] = weigh_steps(jobs, peer)
+            print("\nPeak memory of a fresh process:\n")
+            table(parts["memory"])
+        parts["shared_prefix"] = [shared_prefix(args, routes, directory)]
+        print("\nForward and backward of one group, its prompt read once and not; memory beyond gradients:\n")
+        table(parts["shared_prefix"])
+    if args.json:
+        Path(args.json).write_text(json.dumps({"machine": info} | parts, indent=1))
