@@ -195,6 +195,7 @@ def complete(cfg: Config):
     if cfg.dtype is not None:
         check_choice("dtype", cfg.dtype, ("float32", "bfloat16"))
     check_choice("base", cfg.base, ("keep", "nf4"))
+    check_choice("shard", cfg.shard, ("full", "hybrid", "none"))
     if cfg.base == "nf4" and not (cfg.lora_r or cfg.adapter):
         raise ValueError(
             "--base nf4 is frozen, so something must be trained on it: --lora_r 16, or --adapter DIRECTORY"

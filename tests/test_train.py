@@ -14,6 +14,7 @@ import torch
 import data
 import fsdp
 import model as model_file
+import plan
 import train
 from data.tokenizer import load_tokenizer
 from learner import Row
@@ -100,7 +101,8 @@ def test_kl_is_in_the_reward_or_in_the_loss_but_not_in_both():
 def here(tmp_path, monkeypatch):
     """An empty directory to run in, a smaller tiny model, and no process group left behind."""
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    monkeypatch.setattr(model_file, "TINY", model_file.TINY | small)
+    for module in (model_file, plan):
+        monkeypatch.setattr(module, "TINY", model_file.TINY | small)
     monkeypatch.setattr(train, "fast_cpu_matmul", lambda: None)  # a switch of the whole process
     monkeypatch.chdir(tmp_path)
     yield tmp_path
