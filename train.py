@@ -555,7 +555,8 @@ class Run:
 
             fsdp.export(self.model, write)
         peak = max(fsdp.gather_objects([plan.peak_memory(self.cfg.device) - self.memory_before]))
-        self.journal.say(f"memory: {plan.gib(peak)} at most on a rank, {plan.gib(self.plan.total)} planned")
+        planned = plan.gib(self.plan.total)
+        self.journal.say(f"memory: {plan.gib(peak)} at most on a rank; planned for rows of full length: {planned}")
         picture = plot.plot_run(self.directory) if fsdp.is_first() else None
         command = (
             f"python sample.py --model {self.cfg.model} --adapter {folder}"
