@@ -303,7 +303,10 @@ def match_targets(names, targets) -> list[str]:
     if targets == "all-linear":
         return list(names)
     if isinstance(targets, str):
-        matched = [name for name in names if re.fullmatch(targets, name)]
+        try:
+            matched = [name for name in names if re.fullmatch(targets, name)]
+        except re.error as error:
+            raise ValueError(f"targets: {targets!r} is no regular expression: {error}") from None
         if not matched:
             raise ValueError(
                 f"targets: the regular expression {targets!r} matches no linear's whole name, such as "
@@ -456,7 +459,9 @@ def save_adapter(model, directory):
         raise ValueError("save_adapter: the model has no adapters")
     tensors = {}
     for name, module in modules.items():
-        A, B = module.factors()
+        if (factors := module.factors()) is None:
+            raise ValueError("save_adapter: the adapters are off here (disabled, or the reference of fresh ones)")
+        A, B = factors
         tensors[f"{PREFIX}{name}.lora_A.weight"] = gather(A).contiguous()
         tensors[f"{PREFIX}{name}.lora_B.weight"] = gather(B).contiguous()
     several = torch.distributed.is_available() and torch.distributed.is_initialized()

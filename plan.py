@@ -7,7 +7,7 @@ peak of a phase is the largest of a few moments, a moment is a sum of parts, and
 reason beside it. Where the total is too much, `advice` finds flags of train.py that help, by doing the sum again.
 
 Lives here: the arithmetic, and a table of published sizes, so that no network is needed. Not here: the files that hold
-what is counted. tests/test_plan.py measures them on a CPU: within 15 %. On CUDA the formulas assume fused norms and
+what is counted. tests/test_plan.py measures them on a CPU: within 8 %. On CUDA the formulas assume fused norms and
 fused attention, and have not been measured.
 
     python plan.py --model qwen3-8b --gpus 8 --memory 80 --beta 0.04          # one plan; any flag of train.py
@@ -189,12 +189,12 @@ def gib(number: int) -> str:
 # The estimate
 
 
-def estimate(config: ModelConfig, cfg, world_size: int, *, prompt=None, completion=None, per_node: int = 8) -> Plan:
+def estimate(config: ModelConfig, cfg, world_size: int, *, prompt=None, completion=None, per_node=None) -> Plan:
     """What each of world_size ranks holds at most, in bytes; cfg is train.py's Config.
 
     prompt, completion   tokens, all alike; default: the longest prompt, and of the completions up to the longest those
                          that take most (short ones can: more rows fit, and each copies its prompt's keys and values).
-    per_node             ranks of a machine, for --shard hybrid.
+    per_node             ranks of a machine, for --shard hybrid; default: what torchrun says here, else 8.
     """
     prompt, longest = prompt or cfg.max_prompt_length, completion or cfg.max_completion_length
     lengths = [completion] if completion else sorted({-(-longest // 2**i) for i in range(longest.bit_length())})
@@ -203,6 +203,7 @@ def estimate(config: ModelConfig, cfg, world_size: int, *, prompt=None, completi
     c = getattr(torch, dtype).itemsize
     sizes = sizes_of(json.dumps(config.raw), cfg.lora_r, cfg.lora_targets, cfg.adapter, cfg.base)
     wrapped = world_size > 1 or dtype != "float32" or cfg.cpu_offload  # see fsdp.shard
+    per_node = per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 8))
     parts = {"full": world_size, "hybrid": min(per_node, world_size), "none": 1}[cfg.shard]  # a parameter is cut into
     adapted = bool(cfg.lora_r or cfg.adapter)
     reference = bool(cfg.beta) and not adapted
@@ -236,7 +237,7 @@ def estimate(config: ModelConfig, cfg, world_size: int, *, prompt=None, completi
     learning, mb = max(moments, key=lambda entry: sum(entry[0].values()))
     setting = (
         f"each of {world_size} ranks, {dtype} on {device}: prompts of {prompt} tokens, completions of up to {longest}; "
-        f"a micro-batch of {mb.B} completions of {mb.N // mb.B}, {mb.count} a step"
+        f"at most (the lengths that take most) a micro-batch of {mb.B} completions of {mb.N // mb.B}, {mb.count} a step"
     )
     return Plan(held, sampling, learning, host, OUTSIDE if device == "cuda" else 0, setting)
 
@@ -424,6 +425,8 @@ def answer(config: ModelConfig, cfg, world_size: int, memory: int) -> str:
 
 def device_memory(device: str | None) -> int:
     """Bytes of this process's GPU, or of the machine's memory divided among the processes on it."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here; `python plan.py --memory` plans for one elsewhere")
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -448,15 +451,18 @@ def main():
 
     about = "Will it fit? Takes every flag of train.py besides these."
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
-    parser.add_argument("--model", nargs="+", default=["tiny"], help="aliases, directories or hub ids")
+    parser.add_argument("--model", nargs="+", default=[None], help="aliases, directories or hub ids")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="ranks; several numbers make a table")
     parser.add_argument("--memory", type=float, default=80, help="GiB of each device (default 80)")
     parser.add_argument("--batch", type=int, nargs="+", help="a table: steps of so many completions")
     args, flags = parser.parse_known_args()
+    for name, least in (("gpus", min(args.gpus)), ("batch", min(args.batch or [1]))):
+        if least < 1:
+            raise ValueError(f"--{name} is {least}, but must be at least 1")
     memory, runs = int(args.memory * GIB), []
     for name in args.model:
-        cfg = config_from(["--model", name, *flags])
-        runs.append((name, find_config(name), replace(cfg, device=cfg.device or "cuda")))
+        cfg = config_from([*(["--model", name] if name else []), *flags])
+        runs.append((cfg.model, find_config(cfg.model), replace(cfg, device=cfg.device or "cuda")))
     if args.batch:
         return [print_batches(*run, args.batch) for run in runs]
     plans = [(name, config, cfg, n, estimate(config, cfg, n)) for name, config, cfg in runs for n in args.gpus]

@@ -6,14 +6,15 @@ Up to `max_batch` rows decode together. A row that finishes gives its slot to th
 is empty the last rows move into the gaps, so the batch is always dense. Each distinct prompt is prefilled once; its
 keys and values are copied to all rows that continue it. A row starts from its prompt's last token, so prefill and
 decode meet in one place: the first completion token is drawn like every other. A draw takes one uniform number, a
-function of (seed, key, sample, position), so no batch size, order or number of processes changes what is drawn.
+function of (seed, key, sample, position), so no batch size, order or number of processes changes what is drawn (on a
+GPU the last digits of logits, and now and then a token, still depend on the batch).
 
 A decode step reads every weight once and each row's keys and values once; all else is overhead. So a step is one
 function of buffers that keep their places, and nothing in it waits for the device. On a CPU what counts is the number
 of operators and how weights lie in memory (`packed_linears`); on CUDA it is the time to launch kernels, so a step is
 recorded once for a number of rows and a capacity, and replayed (CUDA graphs, as gpt-fast and vLLM have them).
 
-Lives here, from the inside out: the cache, the step, products on a CPU, the rules of drawing, the loop, a chat on the
+Lives here, from the inside out (to read from the outside, start at `generate`): the cache, the step, products on a CPU, the rules of drawing, the loop, a chat on the
 command line. Not here: text (data/tokenizer.py), the network (model.py), whose Transformer runs here unchanged but for
 its linear layers, what completions are worth (rewards.py).
 
@@ -51,7 +52,9 @@ PREFILL_TOKENS = 8192  # of one prefill, padding included
 # Decode steps between two looks for finished rows: one where looking is free, several where it means waiting for the
 # device. A row then decodes a few tokens too many, which are cut.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
-RECORDED = {"cuda"}  # kinds of device whose steps are recorded and replayed; without it, the same tokens step by step
+# Kinds of device whose steps are recorded and replayed; elsewhere they run one by one, alike but for rounding: a replay
+# has more rows and attends over the whole capacity.
+RECORDED = {"cuda"}
 
 
 def bucket(length: int) -> int:
@@ -580,6 +583,8 @@ def main():
     args = parser.parse_args()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch sees no GPU on this machine; use cpu")
+    if args.device.startswith("cuda:"):
+        torch.cuda.set_device(args.device)  # steps are recorded on the current device
     fast_cpu_matmul()
     place = find_checkpoint(args.model)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")

@@ -24,7 +24,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -438,11 +438,6 @@ class Run:
             test[: cfg.eval_problems], self.tokenizer, cfg.max_prompt_length, **fit
         )
 
-        self.memory_before, memory = plan.peak_memory(cfg.device), plan.device_memory(cfg.device)
-        self.plan = plan.estimate(plan.find_config(place), cfg, world.size)
-        if fsdp.is_first() and not self.plan.fits(memory):
-            print(plan.answer(plan.find_config(place), cfg, world.size, memory))
-
         torch.manual_seed(cfg.seed)
 
         chosen = [choose_directory(cfg.output_dir, cfg.model, cfg.data, cfg.resume)] if fsdp.is_first() else []
@@ -451,6 +446,14 @@ class Run:
         start_adapter = self.directory / "start_adapter"  # checkpoints hold what is trained, not where it started from
         adapter = start_adapter if checkpoint and start_adapter.exists() else cfg.adapter
         self.adapted = bool(cfg.lora_r or adapter)
+        if cfg.resume and not checkpoint and any((self.directory / name).exists() for name in ("model", "adapter")):
+            raise ValueError(f"{self.directory} is a finished run without checkpoints: choose another --output_dir")
+
+        self.memory_before, memory = plan.peak_memory(cfg.device), plan.device_memory(cfg.device)
+        sizes, planned = plan.find_config(place), replace(cfg, adapter=str(adapter) if adapter else None)
+        self.plan = plan.estimate(sizes, planned, world.size)
+        if fsdp.is_first() and not self.plan.fits(memory):
+            print(plan.answer(sizes, planned, world.size, memory))
 
         def prepare(model):  # in this order, see fsdp.shard
             if adapter:
@@ -593,11 +596,12 @@ def main():
                 print(plan.answer(plan.find_config(cfg.model), cfg, ranks, memory))
             return
         run = Run(cfg)
-        with run.journal, fsdp.stop_signals() as stop_asked:
-            train(cfg, run, stop_asked)
-        if run.step == cfg.max_steps:
-            run.finish()
-        else:
+        with fsdp.stop_signals() as stop_asked:  # also while the model is written
+            with run.journal:
+                train(cfg, run, stop_asked)
+            if run.step >= cfg.max_steps:
+                run.finish()
+        if run.step < cfg.max_steps:
             run.journal.say(f"stopped after step {run.step}; to go on:\n{resume_command(sys.argv, run.directory)}")
         fsdp.shutdown()
     except (ValueError, FloatingPointError, OSError) as error:

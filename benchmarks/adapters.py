@@ -98,7 +98,8 @@ def run(args):
             max_completion_length=args.new_tokens, micro_batch_tokens=args.micro_batch_tokens,
             gradient_checkpointing=args.gradient_checkpointing, device=args.device, dtype=args.dtype, eval_every=0,
         )  # fmt: skip
-        info = machine(args.device) | {k: getattr(args, k) for k in ("model", "dtype", "prompts", "generations")}
+        info = machine(args.device) | {k: getattr(args, k) for k in ("dtype", "prompts", "generations")}
+        info["model"] = args.model or "random"
         print(", ".join(f"{key} {value}" for key, value in info.items()), end="\n\n")
         rows = []
         for name, kind in KINDS.items():

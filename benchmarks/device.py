@@ -20,11 +20,10 @@ from benchmarks.guarded import PROCESSES, attempt, clean, run_parts
 from benchmarks.head import HEADS, HeadInputs
 from benchmarks.kernels import DTYPES, kernels, row_pass, row_passes
 from benchmarks.measure import MIB, TOY, interleaved, machine, peak_memory, version
-from sample import RECORDED
 from learner import Row, optimizer_step
 from model import ModelConfig, Transformer
 from plan import find_config
-from sample import Completion, generate
+from sample import RECORDED, Completion, generate
 
 PROCESSES.set_forkserver_preload([__name__])  # torch and all the rest are imported once, not once a part
 GIB = 2**30

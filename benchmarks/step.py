@@ -333,10 +333,10 @@ def weigh_steps(jobs, peer):
     rows = []
     for job in jobs:
         peak, imported = peak_in_fresh_process("ours", job)
-        row = job.label() | {"MiB, ours": peak / MIB, "beyond imports": (peak - imported) / MIB}
+        row = job.label() | {"MiB, ours": round(peak / MIB), "beyond imports": round((peak - imported) / MIB)}
         if peer:
             others, others_imported = peak_in_fresh_process("TRL", job)
-            row |= {"MiB, TRL": others / MIB, "TRL, beyond imports": (others - others_imported) / MIB}
+            row |= {"MiB, TRL": round(others / MIB), "TRL, beyond imports": round((others - others_imported) / MIB)}
             row |= {"ours / TRL": peak / others}
             row |= {"beyond imports, ours / TRL": (peak - imported) / (others - others_imported)}
         rows.append(row)
