@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import peak_memory
+from benchmarks.measure import peak_memory
 from chunked_kernel import chunk_tokens, chunked_logprobs, chunked_loss
 from loss import LOSSES, LossConfig, is_pointwise, policy_loss, token_loss, token_weights
 

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-import bench  # noqa: F401  before the profiler is used: what it sets keeps that quiet
 import lora
 import plan
 from benchmarks.measure import peak_memory
