@@ -15,8 +15,8 @@ of operators and how weights lie in memory (`packed_linears`); on CUDA it is the
 recorded once for a number of rows and a capacity, and replayed (CUDA graphs, as gpt-fast and vLLM have them).
 
 Lives here, from the inside out (to read it from the outside, start at `generate`): the cache, the step, products on a
-CPU, the rules of drawing, the loop, a chat on the command line. Not here: text (data/tokenizer.py), the network (model.py), whose Transformer runs here unchanged but for
-its linear layers, what completions are worth (rewards.py).
+CPU, the rules of drawing, the loop, a chat on the command line. Not here: text (data/tokenizer.py), the network
+(model.py), whose Transformer runs here unchanged but for its linear layers, what completions are worth (rewards.py).
 
     B rows decoding, P prompts, T tokens of a prompt, L tokens attended to, H query heads, K key/value heads, d width of
     a head, V vocabulary

@@ -1,7 +1,6 @@
 """lora.py: adapters against numbers that PEFT computed, switching that always restores, files, and NF4."""
 
 import json
-import math
 import os
 import subprocess
 import sys

@@ -4,7 +4,6 @@ import gc
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import model as M
 from model import ModelConfig, Prefix, Transformer, load_model, save_model, write_checkpoint
