@@ -11,6 +11,8 @@ measured (benchmarks/measure.py), curves of training runs (plot.py).
 
 import argparse
 import importlib
+import json
+from pathlib import Path
 
 import benchmarks  # before torch, whose profiler reads what it sets
 import torch
@@ -34,7 +36,9 @@ def main():
         benchmark.add_arguments(command)
     args = parser.parse_args()
     args.torch_dtype = getattr(torch, args.dtype)
-    args.run(args)
+    report = args.run(args)
+    if args.json and report is not None:
+        Path(args.json).write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

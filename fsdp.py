@@ -53,6 +53,20 @@ class World(NamedTuple):
     device: torch.device
 
 
+def launched() -> tuple[int, int]:
+    """Rank and number of processes as torchrun says, or of one alone; known before setup."""
+    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if "RANK" in os.environ else (0, 1)
+
+
+def launcher() -> list[str]:
+    """The words in front of a script that start it on as many processes again, as far as a process can tell."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return ["python"]
+    here, world = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    nodes = ["--nnodes", str(world // here)] if world > here else []
+    return ["torchrun", *nodes, "--nproc_per_node", str(here)]
+
+
 def setup(device: str | None = None, timeout: float = 600.0) -> World:
     """Joins the processes that torchrun started, or stands alone; nccl (and gloo for what is on the CPU) with GPUs.
 
@@ -65,9 +79,7 @@ def setup(device: str | None = None, timeout: float = 600.0) -> World:
         raise ValueError(f"device {device!r} is not known; known: cpu, cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda': torch sees no GPU on this machine (no driver, or a CPU build); use cpu")
-    launched = "RANK" in os.environ
-    rank, size, local = (int(os.environ[key]) if launched else alone
-                         for key, alone in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)])  # fmt: skip
+    (rank, size), local = launched(), int(os.environ["LOCAL_RANK"]) if "RANK" in os.environ else 0
     if device == "cuda":
         gpus = torch.cuda.device_count()
         if local >= gpus:
@@ -76,7 +88,7 @@ def setup(device: str | None = None, timeout: float = 600.0) -> World:
     if not dist.is_initialized():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=None if launched else dist.HashStore(),  # alone: no port, no network
+            store=None if "RANK" in os.environ else dist.HashStore(),  # alone: no port, no network
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),

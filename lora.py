@@ -245,7 +245,8 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x):
         if self.mode == "merged":
-            self.kept = self.folded if self.kept is None else self.kept
+            if self.kept is None:
+                self.kept = self.folded
             return F.linear(x, self.kept, self.bias)
         y = super().forward(x)
         if self.mode == "off":

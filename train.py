@@ -18,7 +18,6 @@ Lives here: the algorithm and the one Config. Not here: one optimizer step (lear
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -571,13 +570,8 @@ class Run:
 
 def resume_command(argv: list[str], directory) -> str:
     """What was typed, as far as a process can tell, with what makes it go on."""
-    launch = ["python"]
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        here, world = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-        nodes = ["--nnodes", str(world // here)] if world > here else []
-        launch = ["torchrun", *nodes, "--nproc_per_node", str(here)]
     resume = ["--output_dir", str(directory), "--resume"]  # a later flag overrides an earlier one
-    return shlex.join([*launch, *argv, *([] if argv[-3:] == resume else resume)])
+    return shlex.join([*fsdp.launcher(), *argv, *([] if argv[-3:] == resume else resume)])
 
 
 def main():
@@ -591,9 +585,9 @@ def main():
     try:
         cfg = config_from(sys.argv[1:])
         if cfg.plan:
-            if os.environ.get("RANK", "0") == "0":
-                ranks, memory = int(os.environ.get("WORLD_SIZE", 1)), plan.device_memory(cfg.device)
-                print(plan.answer(plan.find_config(cfg.model), cfg, ranks, memory))
+            rank, ranks = fsdp.launched()
+            if rank == 0:
+                print(plan.answer(plan.find_config(cfg.model), cfg, ranks, plan.device_memory(cfg.device)))
             return
         run = Run(cfg)
         with fsdp.stop_signals() as stop_asked:  # also while the model is written

@@ -7,15 +7,12 @@ speed. All with train.py's own Run on the same prompts (random words, so complet
     python bench.py adapters --model smollm2-135m-instruct --gradient_checkpointing
 """
 
-import json
 import tempfile
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import lora
-from benchmarks.measure import MIB, SMALL, TOY, machine, model_directory, peak_memory, table
-from benchmarks.step import odd_share, write_prompts, write_words
+from benchmarks import runs
+from benchmarks.measure import MIB, line, machine, peak_memory, table
 from learner import learner_logprobs, optimizer_step
 
 KINDS = {
@@ -28,11 +25,7 @@ KINDS = {
 
 
 def add_arguments(parser):
-    parser.add_argument("--model", help="a directory, an alias or a hub id (default: 31.5M parameters, random)")
-    parser.add_argument("--prompts", type=int, default=2, help="of a step")
-    parser.add_argument("--generations", type=int, default=8, help="G, completions of each")
-    parser.add_argument("--prompt_tokens", type=int, default=48)
-    parser.add_argument("--new_tokens", type=int, default=64)
+    runs.add_arguments(parser)
     parser.add_argument("--micro_batch_tokens", type=int, default=4096)
     parser.add_argument("--gradient_checkpointing", action="store_true")
 
@@ -72,13 +65,11 @@ def learn(run, rows):
 
 def weigh(flags) -> dict:
     """Bytes of one kind of run. Its first step makes AdamW's state, its second is weighed."""
-    from train import Run, collect, config_from
+    from train import collect
 
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # what a run says, and its progress bar
-        cfg = config_from([f"--{name}={value}" for name, value in flags.items()])
-        run = Run(cfg)
+    run = runs.quiet_run(flags)
     run.journal.bar.close()
-    run.tokenizer.stop_ids = set()
+    cfg = run.cfg
     learn(run, collect(run, cfg))
     rows, before = [], held(run)
     sampling = before + peak_memory(lambda: rows.extend(collect(run, cfg)), cfg.device)
@@ -88,19 +79,16 @@ def weigh(flags) -> dict:
 
 def run(args):
     with tempfile.TemporaryDirectory() as work:
-        place = model_directory(args.model, TOY if args.quick else SMALL, work)
-        if not args.model:
-            write_words(place)
-        write_prompts(place, Path(work) / "prompts.jsonl", 4 * args.prompts, args.prompt_tokens)
+        directory, data = runs.model_and_prompts(args, work, 4 * args.prompts)
         common = dict(
-            model=place, data=Path(work) / "prompts.jsonl", rewards=f"{odd_share.__code__.co_filename}:odd_share",
-            prompts_per_step=args.prompts, num_generations=args.generations, max_prompt_length=args.prompt_tokens,
-            max_completion_length=args.new_tokens, micro_batch_tokens=args.micro_batch_tokens,
-            gradient_checkpointing=args.gradient_checkpointing, device=args.device, dtype=args.dtype, eval_every=0,
+            model=directory, data=data, prompts_per_step=args.prompts, num_generations=args.generations,
+            max_prompt_length=args.prompt_tokens, max_completion_length=args.new_tokens,
+            micro_batch_tokens=args.micro_batch_tokens, gradient_checkpointing=args.gradient_checkpointing,
+            device=args.device, dtype=args.dtype, eval_every=0,
         )  # fmt: skip
         info = machine(args.device) | {k: getattr(args, k) for k in ("dtype", "prompts", "generations")}
         info["model"] = args.model or "random"
-        print(", ".join(f"{key} {value}" for key, value in info.items()), end="\n\n")
+        print(line(info), end="\n\n")
         rows = []
         for name, kind in KINDS.items():
             found = weigh(common | kind | {"output_dir": Path(work) / name.replace(" ", "-")})
@@ -111,5 +99,4 @@ def run(args):
                 row[f"{what} / full"] = found[what] / MIB / full[f"{what}, MiB"] if full else 1.0
             rows.append(row)
     table(rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps({"machine": info, "memory": rows}, indent=1))
+    return {"machine": info, "memory": rows}

@@ -20,6 +20,7 @@ import math
 
 import torch
 
+from benchmarks.measure import cached_numbers
 from model import Transformer
 
 # Data sheets, SXM: dense bf16 TFLOP/s, memory TB/s, memory GB
@@ -59,7 +60,7 @@ def step_cost(config, N, gpus, hybrid, a):
     possible, and only "GB a GPU" says what it would take.
     """
     G, prompt, mean = a.generations, a.prompt_tokens, a.new_tokens
-    layers, token_bytes = config.num_hidden_layers, 4 * config.num_key_value_heads * config.head_dim  # bf16
+    layers, token_bytes = config.num_hidden_layers, 2 * cached_numbers(config)  # bf16
     peak, memory = a.tflops * 1e12, a.memory_tb * 1e12
     node, latency = min(int(a.node), gpus), a.latency_us * 1e-6
     nvlink, infiniband = a.nvlink_gb * 1e9 * a.link_efficiency, a.infiniband_gb * 1e9 * a.link_efficiency
@@ -71,14 +72,14 @@ def step_cost(config, N, gpus, hybrid, a):
 
     groups = math.ceil(a.prompts / gpus)
     rows, held = groups * G, 2 * N + 16 * N / shards + a.reserve_gb * 1e9
-    row_bytes = (prompt + a.longest * mean) * layers * token_bytes
+    row_bytes = (prompt + a.longest * mean) * token_bytes
     fitting = int((a.memory_gb * 1e9 - held) // row_bytes)
     at_once = min(rows, max(fitting, 1))
     facts = {"GPUs": gpus, "shard": "hybrid" if hybrid else "full", "groups a rank": groups,
              "GB a GPU": (held + at_once * row_bytes) / 1e9,
              "rows at once": at_once if fitting > 0 else None}  # fmt: skip
     steps = max(a.longest * mean, rows * mean / at_once)
-    read = steps * 2 * N + rows * mean * (prompt + mean / 2) * layers * token_bytes
+    read = steps * 2 * N + rows * mean * (prompt + mean / 2) * token_bytes
     tokens = rows * mean + groups * prompt  # each prompt once
     passes = max(1, math.ceil(tokens / a.micro_batch_tokens))
     talk = 2 * collective(2 * N) + collective(4 * N)

@@ -19,7 +19,7 @@ import fsdp
 from benchmarks.guarded import PROCESSES, attempt, clean, run_parts
 from benchmarks.head import HEADS, HeadInputs
 from benchmarks.kernels import DTYPES, kernels, row_pass, row_passes
-from benchmarks.measure import MIB, TOY, interleaved, machine, peak_memory, version
+from benchmarks.measure import MIB, TOY, cached_numbers, interleaved, line, machine, peak_memory, ratios, version
 from learner import Row, optimizer_step
 from model import ModelConfig, Transformer
 from plan import find_config
@@ -118,7 +118,7 @@ def head(size):
                     if name in seconds:
                         row["ms"] = 1000 * statistics.median(seconds[name])
                         if "plain" in seconds:
-                            row["x plain"] = statistics.median(a / b for a, b in zip(seconds[name], seconds["plain"]))
+                            row["x plain"] = ratios(seconds[name], seconds["plain"])[0]
                     elif name in sound:
                         row["failed"] = seconds["failed"]
                     yield labels | {"head": name} | row
@@ -145,10 +145,9 @@ def decode(size):
     reach = bandwidth(size)
     for dtype_name, dtype in DTYPES.items():
         model = random_model(size).to(dtype)
-        c = model.config
-        token_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * dtype.itemsize
+        V, token_bytes = model.config.vocab_size, cached_numbers(model.config) * dtype.itemsize
         for rows in size.decode_rows:
-            prompts, drawn = torch.randint(c.vocab_size, (rows, prompt)).tolist(), {}
+            prompts, drawn = torch.randint(V, (rows, prompt)).tolist(), {}
             for way in ("recorded", "plain") if size.device in RECORDED else ("plain",):
 
                 def measure():
@@ -237,5 +236,5 @@ def run(args):
     size = toy(args.device) if args.quick or args.device == "cpu" else full(args.device)
     info = machine(args.device) | {package: version(package) for package in ("triton", "trl", "liger-kernel")}
     info["row passes"] = row_passes(args.device)[0]
-    print(", ".join(f"{key} {value}" for key, value in info.items()))
+    print(line(info))
     run_parts(PARTS, size, args.minutes, {"machine": info, "size": size._asdict()}, args.json)

@@ -6,14 +6,12 @@ machine's own matrix products are the floor.
     python bench.py head --tokens 512 --repeats 9 --json head.json --out head.png
 """
 
-import json
 import statistics
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import MIB, MatmulRoutes, interleaved, machine, peak_memory, table, version
+from benchmarks.measure import MIB, MatmulRoutes, interleaved, line, machine, peak_memory, ratios, table, version
 from chunked_kernel import CHUNK_BYTES, chunk_tokens, chunked_logprobs, chunked_loss
 
 
@@ -104,7 +102,7 @@ HEADS = {  # name -> (method, the package it needs, whether it is also timed on 
 
 
 def run(args):
-    """Time and peak memory of every head that is installed here, over N tokens, trained and frozen."""
+    """Time and peak memory of every head that is installed here, over N tokens, trained and frozen. Returns both."""
     if args.quick:
         args.vocab, args.width, args.tokens, args.memory_tokens, args.repeats = 4096, 64, [64, 256], [64, 256, 1024], 1
         args.chunk_bytes = 4 * args.vocab * 64
@@ -112,7 +110,7 @@ def run(args):
     heads = {name: how for name, how in HEADS.items() if how[1] is None or version(how[1])}
     info = machine(args.device) | {package: version(package) for package in ("triton", "trl", "liger-kernel")}
     info |= {"vocab": args.vocab, "width": args.width, "dtype": args.dtype, "chunk_bytes": args.chunk_bytes}
-    print(", ".join(f"{key} {value}" for key, value in info.items()), end="\n\n")
+    print(line(info), end="\n\n")
     if routes.names == ["default"] and args.device == "cpu":
         print("The faster matmul route is not open on this CPU (see model.fast_cpu_matmul).\n")
 
@@ -129,11 +127,11 @@ def run(args):
             seconds = interleaved(contestants, args.repeats, inputs.clear, args.device)
             flops = (4 if frozen else 6) * inputs.tokens * args.vocab * args.width
             for (name, route), rounds in seconds.items():
-                to_plain = [a / b for a, b in zip(rounds, seconds["plain", "default"])]
+                to_plain, lowest, highest = ratios(rounds, seconds["plain", "default"])
                 median = statistics.median(rounds)
                 times.append({
                     "weight": kind, "tokens": inputs.tokens, "head": name, "matmul": route, "seconds": median,
-                    "x plain": statistics.median(to_plain), "lowest": min(to_plain), "highest": max(to_plain),
+                    "x plain": to_plain, "lowest": lowest, "highest": highest,
                     "GFLOP/s": flops / median / 1e9,
                 })  # fmt: skip
         for tokens in args.memory_tokens:
@@ -149,10 +147,9 @@ def run(args):
     table(times)
     print(f"\nPeak memory beyond the inputs; a chunk's logits may take {args.chunk_bytes / MIB:.4g} MiB:\n")
     table(memory)
-    if args.json:
-        Path(args.json).write_text(json.dumps({"machine": info, "times": times, "memory": memory}, indent=1))
     if args.out:
         plot_head(times, memory, args.out)
+    return {"machine": info, "times": times, "memory": memory}
 
 
 def plot_head(times, memory, path):

@@ -9,6 +9,7 @@ says.
 import importlib.metadata
 import importlib.util
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -107,6 +108,22 @@ def version(package):
 def machine(device):
     name = torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def ratios(a, b):
+    """Median, lowest and highest of a/b, paired round by round."""
+    paired = [x / y for x, y in zip(a, b)]
+    return statistics.median(paired), min(paired), max(paired)
+
+
+def cached_numbers(config):
+    """Of keys and values, a token, over all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+
+def line(info):
+    """A dict as one line."""
+    return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in info.items())
 
 
 def table(rows):

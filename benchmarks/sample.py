@@ -17,16 +17,14 @@ matmul") on the one that train.py and sample.py switch on.
     python bench.py sample --model smollm2-135m-instruct --dtype bfloat16
 """
 
-import json
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks.measure import (MIB, SMALL, TOY, MatmulRoutes, interleaved, machine, model_directory, table,
-                                version)  # fmt: skip
+from benchmarks.measure import (MIB, SMALL, TOY, MatmulRoutes, cached_numbers, interleaved, line, machine,
+                                model_directory, ratios, table, version)  # fmt: skip
 from model import load_model
 from sample import generate
 
@@ -86,9 +84,8 @@ def step_bytes(model, lengths, new_tokens):
     config, weights = model.config, {p.data_ptr(): p.nbytes for p in model.parameters()}
     if not config.tie_word_embeddings:
         del weights[model.model.embed_tokens.weight.data_ptr()]  # a row of it a token
-    number = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     cached = sum(lengths) + len(lengths) * new_tokens / 2
-    return sum(weights.values()) + cached * number * model.lm_head.weight.itemsize
+    return sum(weights.values()) + cached * cached_numbers(config) * model.lm_head.weight.itemsize
 
 
 def bandwidth(device, size=1 << 28):
@@ -126,10 +123,10 @@ def compare(rates):
     for name in rates:
         if name != "ours":
             label = "transformers" + (", faster matmul" if name == "fast" else "")
-            paired = [a / b for a, b in zip(rates["ours"], rates[name])]
-            row |= {f"x {label}": statistics.median(paired)}
+            median, lowest, highest = ratios(rates["ours"], rates[name])
+            row |= {f"x {label}": median}
             if name == "default":
-                row |= {"lowest": min(paired), "highest": max(paired)}
+                row |= {"lowest": lowest, "highest": highest}
     return row
 
 
@@ -173,7 +170,7 @@ def rollout(args, routes, model, peer):
 def long_answer(args, routes):
     """A row for each window of one long answer; the median of its rounds."""
     model = load_model("tiny", device=args.device, dtype=args.torch_dtype)
-    config, stamps = model.config, []
+    stamps = []
 
     def answer():
         stamps.append([])
@@ -182,11 +179,11 @@ def long_answer(args, routes):
                  on_token=lambda prompt, sample, token: stamps[-1].append(clock()))  # fmt: skip
 
     interleaved({"long": routes.on(routes.names[-1], answer)}, args.repeats, device=args.device)
-    rows, number = [], 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # cached a token
+    rows = []
     for end in range(args.window, args.long_tokens + 1, args.window):
         first = max(end - args.window, 1)  # the first token has no stamp before it
         each = statistics.median((s[end - 1] - s[first - 1]) / (end - first) for s in stamps[1:])
-        read = (end - args.window / 2) * number * model.lm_head.weight.itemsize
+        read = (end - args.window / 2) * cached_numbers(model.config) * model.lm_head.weight.itemsize
         rows.append({"tokens up to": end, "ms a token": each * 1e3, "cache read, MiB": read / MIB})
     for row in rows:
         row["x first"] = row["ms a token"] / rows[0]["ms a token"]
@@ -194,7 +191,7 @@ def long_answer(args, routes):
 
 
 def run(args):
-    """Tokens a second and ratios of the first three parts, then windows of the last."""
+    """Tokens a second and ratios of the first three parts, then windows of the last. Returns all numbers."""
     if args.quick:
         args.batch, args.new_tokens, args.prompt_tokens, args.repeats = [1, 3], 8, [2, 9], 1
         args.rollout, args.rows, args.mean_length, args.longest = [3, 2], 4, 4, 16
@@ -207,8 +204,7 @@ def run(args):
         speed = bandwidth(args.device, 1 << 20 if args.quick else 1 << 28)
         info = machine(args.device) | {PEER: version(PEER), "model": args.model or "random", "dtype": args.dtype}
         info |= {"parameters": sum(p.numel() for p in model.parameters()), "GB/s": speed / 1e9}
-        print(", ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
-                        for key, value in info.items()), end="\n\n")  # fmt: skip
+        print(line(info), end="\n\n")
         if peer is None:
             print(f"Ratios are left out: {PEER} is not installed.\n")
         parts = {"ragged": ragged(args, routes, model, peer, speed)}
@@ -221,5 +217,4 @@ def run(args):
     parts["long"] = long_answer(args, routes)
     print("\nOne long answer of tiny:\n")
     table(parts["long"])
-    if args.json:
-        Path(args.json).write_text(json.dumps({"machine": info} | parts, indent=1))
+    return {"machine": info} | parts

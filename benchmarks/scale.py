@@ -28,7 +28,7 @@ import torch
 
 import fsdp
 from benchmarks.cost import ASSUMPTIONS, GPUS, parameters, step_cost
-from benchmarks.measure import TOY, machine, table
+from benchmarks.measure import TOY, line, machine, table
 from learner import Row, optimizer_step
 from model import ModelConfig, Transformer
 from plan import find_config
@@ -83,16 +83,15 @@ class Phases:
 
 
 def rank_main(args):
-    """One rank: the rows of every mode; the first writes them down."""
+    """One rank: the rows of every mode; the first shows and returns them."""
     world = fsdp.setup(args.device)
     folder = fsdp.gather_objects([tempfile.mkdtemp()] if fsdp.is_first() else [])[0]  # one machine, or a shared /tmp
     rows = [{"ranks": world.size, "shard": mode} | measure(args, world, mode, Path(folder)) for mode in args.shard]
     if fsdp.is_first():
         table(rows)
-        if args.json:
-            Path(args.json).write_text(json.dumps(rows))
         shutil.rmtree(folder)
     fsdp.shutdown()
+    return rows if world.rank == 0 else None
 
 
 def measure(args, world, mode, folder):
@@ -160,17 +159,15 @@ def run(args):
     args.prompt_tokens = args.prompt_tokens or (512 if args.paper else 16)
     args.new_tokens = args.new_tokens or (1024 if args.paper else 32)
     if "RANK" in os.environ and not args.paper:
-        rank_main(args)
-        return
+        return rank_main(args)
     rows = on_paper(args) if args.paper else measured(args)
     table(rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1))
+    return rows
 
 
 def measured(args):
     info = machine(args.device) | {"threads": 1, "cores": os.cpu_count()}  # a process's threads, the machine's cores
-    print(", ".join(f"{key} {value}" for key, value in info.items()))
+    print(line(info))
     print(f"{args.prompts} prompts x {args.generations} completions of {args.new_tokens} tokens over all ranks; "
           f"seconds, medians of {args.repeats} steps:\n")  # fmt: skip
     rows = [row for ranks in args.ranks for row in launch(args, ranks)]

@@ -18,14 +18,11 @@ The shared prefix: forward and backward of one group by learner.optimizer_step, 
 
 import json
 import os
-import random
 import statistics
 import tempfile
 import threading
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,9 +30,8 @@ from types import SimpleNamespace
 import torch
 
 import learner
-from benchmarks.measure import (MIB, SMALL, TOY, MatmulRoutes, interleaved, machine, model_directory, peak_memory,
-                                table, version)  # fmt: skip
-from data.tokenizer import load_tokenizer
+from benchmarks import runs
+from benchmarks.measure import MIB, MatmulRoutes, interleaved, line, machine, peak_memory, ratios, table, version
 from model import load_model
 from sample import Completion
 
@@ -45,47 +41,8 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def add_arguments(parser):
-    parser.add_argument("--model", help="a directory, an alias or a hub id (default: 31.5M parameters, random)")
-    parser.add_argument("--prompts", type=int, default=2, help="of a step")
-    parser.add_argument("--generations", type=int, default=8, help="G, completions of each")
-    parser.add_argument("--prompt_tokens", type=int, default=48)
-    parser.add_argument("--new_tokens", type=int, default=64)
+    runs.add_arguments(parser)
     parser.add_argument("--prefix_tokens", type=int, default=128, help="P and R of the shared prefix part")
-
-
-def odd_share(completion_ids, **_):
-    """The reward, on both sides: a share that differs from row to row and costs nothing."""
-    return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What both sides read
-
-
-def write_words(directory):
-    """A tokenizer for a random model: token i is the word "w<i>"."""
-    directory = Path(directory)
-    V = json.loads((directory / "config.json").read_text())["vocab_size"]
-    words = {
-        "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(V)}, "unk_token": "w0"},
-    }  # fmt: skip
-    (directory / "tokenizer.json").write_text(json.dumps(words))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1", "pad_token": "w0"}))
-
-
-def write_prompts(directory, path, count, length):
-    """`count` prompts of exactly `length` tokens, of random words, as a .jsonl file."""
-    tokenizer, rng = load_tokenizer(directory), random.Random(0)
-    with open(path, "w") as file:
-        for _ in range(count):
-            words, held = [], 0
-            while held < length:
-                word = tokenizer.decode([rng.randrange(tokenizer.vocab_size)]).strip()
-                longer = len(tokenizer.encode_prompt(" ".join([*words, word])))
-                if word.isascii() and word.isalnum() and held < longer <= length:
-                    words, held = [*words, word], longer
-            file.write(json.dumps({"prompt": " ".join(words)}) + "\n")
 
 
 @dataclass
@@ -114,20 +71,17 @@ class Job:
 
 class Ours:
     def __init__(self, job):
-        from train import Run, config_from, train
+        from train import train
 
-        flags = dict(
-            model=job.directory, data=job.data, rewards=f"{__file__}:odd_share", beta=job.beta,
+        self.run = runs.quiet_run(dict(
+            model=job.directory, data=job.data, beta=job.beta,
             lora_r=RANK if job.lora else 0, lora_alpha=ALPHA, lora_targets=",".join(LINEARS),
             prompts_per_step=job.prompts, num_generations=job.generations, max_prompt_length=job.prompt_tokens,
             max_completion_length=job.new_tokens, warmup_ratio=0, device=job.device, dtype=job.dtype,
             output_dir=tempfile.mkdtemp(dir=job.work), eval_every=0, save_every=0, print_every=0,
-        )  # fmt: skip
-        self.cfg = config_from([f"--{name}={value}" for name, value in flags.items()])
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # what a run says, and its progress bar
-            self.run = Run(self.cfg)
-        self.run.tokenizer.stop_ids = set()
-        self.train, self.cfg.max_steps = train, 0
+        ))  # fmt: skip
+        self.train, self.cfg = train, self.run.cfg
+        self.cfg.max_steps = 0
 
     def step(self):
         self.cfg.max_steps += 1
@@ -182,7 +136,7 @@ class TRL:
 
         rows = [json.loads(line) for line in Path(job.data).read_text().splitlines()]
         self.trainer = GRPOTrainer(
-            model, odd_share, config, Dataset.from_list(rows), processing_class=tokenizer, peft_config=peft_config,
+            model, runs.odd_share, config, Dataset.from_list(rows), processing_class=tokenizer, peft_config=peft_config,
             callbacks=[Turns()],
         )  # fmt: skip
         self.trainer.eos_token_ids = [never]
@@ -300,12 +254,6 @@ class Group:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def ratios(a, b):
-    """Median, lowest and highest of a/b, paired round by round."""
-    paired = [x / y for x, y in zip(a, b)]
-    return statistics.median(paired), min(paired), max(paired)
-
-
 def time_steps(args, routes, jobs, peer):
     """A row for each job."""
     rows = []
@@ -362,23 +310,19 @@ def shared_prefix(args, routes, directory):
 
 
 def run(args):
-    """Seconds, memory and ratios of whole steps, then of the shared prefix."""
+    """Seconds, memory and ratios of whole steps, then of the shared prefix. Returns all numbers."""
     if args.quick:
         args.prompts, args.generations, args.prompt_tokens, args.new_tokens, args.prefix_tokens = 2, 2, 6, 4, 8
         args.repeats = 1
     routes = MatmulRoutes(args.device)
     with tempfile.TemporaryDirectory() as temporary:
-        directory = model_directory(args.model, TOY if args.quick else SMALL, temporary)
-        if not args.model:
-            write_words(directory)
+        directory, data = runs.model_and_prompts(args, temporary, 8 * args.prompts)
         info = machine(args.device) | {package: version(package) for package in ("trl", "transformers")}
         info |= {"model": args.model or "random", "dtype": args.dtype}
-        print(", ".join(f"{key} {value}" for key, value in info.items()), end="\n\n")
+        print(line(info), end="\n\n")
         peer = all(version(package) for package in PEER)
         if not peer:
             print(f"TRL's columns are left out: they need {', '.join(PEER)}.\n")
-        data = str(Path(temporary) / "prompts.jsonl")
-        write_prompts(directory, data, 8 * args.prompts, args.prompt_tokens)
         kinds = [(True, 0.04)] if args.quick else [(x, y) for x in (False, True) for y in (0.0, 0.04)]
         jobs = [Job(directory, data, temporary, lora, beta, args.device, args.dtype, args.prompts, args.generations,
                     args.prompt_tokens, args.new_tokens) for lora, beta in kinds]  # fmt: skip
@@ -393,5 +337,4 @@ def run(args):
         parts["shared_prefix"] = [shared_prefix(args, routes, directory)]
         print("\nForward and backward of one group, its prompt read once and not; memory beyond gradients:\n")
         table(parts["shared_prefix"])
-    if args.json:
-        Path(args.json).write_text(json.dumps({"machine": info} | parts, indent=1))
+    return {"machine": info} | parts

@@ -1,4 +1,4 @@
-"""`bench.py sample` and `bench.py step`, our side alone: that they run, and that both measure what they say."""
+"""`bench.py sample`, `step` and `adapters`, our side alone: that they run, and that they measure what they say."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import measure, sample, step
+from benchmarks import measure, runs, sample, step
 from data.tokenizer import load_tokenizer
 from model import load_model
 from sample import generate
@@ -17,7 +17,7 @@ from sample import generate
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     directory = measure.model_directory(None, measure.TOY, tmp_path_factory.mktemp("toy"))
-    step.write_words(directory)
+    runs.write_words(directory)
     return directory
 
 
@@ -70,13 +70,13 @@ def test_rollout_lengths_are_geometric_whatever_the_model(toy, monkeypatch):
 
 
 def test_prompts_are_different_and_of_the_asked_length(toy, tmp_path):
-    step.write_prompts(toy, tmp_path / "prompts.jsonl", 5, 7)
+    runs.write_prompts(toy, tmp_path / "prompts.jsonl", 5, 7)
     texts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [len(load_tokenizer(toy).encode_prompt(text)) for text in texts] == [7] * 5 and len(set(texts)) == 5
 
 
 def job(toy, tmp_path, **changed):
-    step.write_prompts(toy, tmp_path / "prompts.jsonl", 8, 6)
+    runs.write_prompts(toy, tmp_path / "prompts.jsonl", 8, 6)
     settings = dict(directory=toy, data=str(tmp_path / "prompts.jsonl"), work=str(tmp_path), lora=False, beta=0.0, device="cpu",
                     dtype="float32", prompts=2, generations=3, prompt_tokens=6, new_tokens=5)  # fmt: skip
     return step.Job(**settings | changed)
@@ -110,3 +110,15 @@ def test_step_quick(tmp_path, monkeypatch, capsys):
     assert 100 < memory["MiB, ours"] < 2000 and 0 < memory["beyond imports"] < memory["MiB, ours"]
     assert prefix["float64"] < 1e-10 and prefix["gradients differ by, float32"] < 1e-5
     assert prefix["MiB, shared"] < prefix["MiB, plain"]
+
+
+def test_adapters_quick(tmp_path, monkeypatch):
+    rows = {row[""]: row for row in main(monkeypatch, tmp_path, "adapters")["memory"]}
+    weights = 512 * 32 + 32 + 2 * (2 * 32 * 48 + 2 * 32 * 16 + 2 * 8 + 3 * 32 * 64 + 2 * 32)  # see above
+    full = rows["full"]
+    assert full["held, MiB"] * 2**20 == pytest.approx(12 * weights, rel=0.01)  # weights, two moments
+    assert rows["full, beta 0.04"]["held, MiB"] * 2**20 == pytest.approx(16 * weights, rel=0.01)  # and a reference
+    assert rows["LoRA r 16, beta 0.04"]["held, MiB"] == rows["LoRA r 16"]["held, MiB"] < full["held, MiB"]
+    assert full["bytes a weight"] == 4 and rows["NF4 + LoRA r 16"]["bytes a weight"] < 0.55
+    for row in rows.values():
+        assert row["held, MiB"] < min(row["learning, MiB"], row["sampling, MiB"])
