@@ -217,13 +217,19 @@ def shard(model, world: World, mode: str = "full", dtype=torch.float32, cpu_offl
 
 
 @contextmanager
-def unsharded(model):
+def unsharded(model, kept: dict | None = None):
     """Collective. The model as a plain module over weights gathered once in the compute type, freed afterwards.
 
     What it gives has no hooks and never communicates, so each rank may decode as many steps as it likes. It shares
     buffers and gathered parameters with the model: for reading, under no_grad. An unsharded model is given as it is.
+
+    kept   a dict of the caller's, filled with the gathered weights by name. These are not freed, and lie where they lay
+           the next time: what was recorded over them (CUDA graphs) stays valid.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if sharded and kept is not None:
+        yield gathered_into(kept, model, sharded)
+        return
     for module in sharded:
         module.unshard()
     try:
@@ -231,6 +237,23 @@ def unsharded(model):
     finally:
         for module in sharded:
             module.reshard()
+
+
+@torch.no_grad()
+def gathered_into(kept: dict, model, sharded: list) -> nn.Module:
+    """Collective. A plain module over the tensors of `kept`, which take the weights of one FSDP module at a time."""
+    for module in sharded:
+        module.unshard()
+        for name, p in model.named_parameters():
+            if not isinstance(p, DTensor):  # of this module; those of all others are shards
+                if name not in kept:
+                    kept[name] = nn.Parameter(torch.empty_like(p), requires_grad=False)
+                kept[name].copy_(p)
+        module.reshard()
+    plain, names = without_hooks(model, {}), {p: name for name, p in model.named_parameters()}
+    for module in plain.modules():
+        module._parameters.update({key: kept[names[p]] for key, p in module._parameters.items() if p is not None})
+    return plain
 
 
 HOOKS_AND_CHILDREN = {*vars(nn.Module()), "_compiled_call_impl"} - {"training", "_non_persistent_buffers_set"}

@@ -1,10 +1,11 @@
 """Will it fit: the memory that a run takes on each rank, from config.json and flags alone, before anything is loaded.
 
-    total = what is always there + max(peak while sampling, peak while learning)
+    total = what is always there + max(peak while sampling, peak while learning + what stays of sampling)
 
 The phases take turns: one needs gathered weights, keys and values, the other activations, logits and gradients. The
 peak of a phase is the largest of a few moments, a moment is a sum of parts, and a part is a product of sizes with the
-reason beside it. Where the total is too much, `advice` finds flags of train.py that help, by doing the sum again.
+reason beside it. On CUDA what recorded decode steps hold on to stays while learning, where there is room for it. Where
+the total is too much, `advice` finds flags of train.py that help, by doing the sum again.
 
 Lives here: the arithmetic, and a table of published sizes, so that no network is needed. Not here: the files that hold
 what is counted. tests/test_plan.py measures them on a CPU: within 8 %. On CUDA the formulas assume fused norms and
@@ -34,7 +35,7 @@ from typing import NamedTuple
 import torch
 
 from model import ALIASES, TINY, ModelConfig, Transformer, read_json
-from sample import PREFILL_TOKENS, bucket, packed_type
+from sample import LOOK_EVERY, PREFILL_TOKENS, RECORDED, bucket, packed_type
 
 GIB = 2**30
 OUTSIDE = 2 * GIB  # of a GPU that no tensor ever gets: CUDA, cuBLAS, NCCL, fragments. An allowance, not a measurement.
@@ -145,10 +146,11 @@ def micro_batch(cfg, world_size: int, prompt: int, completion: int) -> MicroBatc
 
 
 class Plan(NamedTuple):
-    """Parts by name. `held` is always there; of the two phases only one at a time is."""
+    """Parts by name. `held` is always there; of the two phases only one at a time is, but for `kept`."""
 
     held: dict[str, int]
     sampling: dict[str, int]
+    kept: dict[str, int]  # of sampling, what stays while learning: recorded steps hold on to it
     learning: dict[str, int]
     host: dict[str, int]  # in CPU memory, where that is not the device
     allowance: int  # of the device's memory that no tensor gets
@@ -156,18 +158,24 @@ class Plan(NamedTuple):
 
     @property
     def total(self) -> int:  # what torch.cuda.max_memory_allocated should say
-        return size(self.held) + max(size(self.sampling), size(self.learning))
+        return size(self.held) + max(size(self.sampling), size(self.learning) + size(self.kept))
 
     def fits(self, memory: int) -> bool:
         return self.total + self.allowance <= memory
 
+    def within(self, memory: int) -> Plan:
+        """This plan, or where that does not fit, the one that keeps nothing: weights are gathered and steps recorded
+        anew in each rollout."""
+        return self if self.fits(memory) else self._replace(kept={})
+
     def lines(self) -> list[str]:
         out = [self.setting]
-        titles = ("always", "while sampling", "while learning", "in CPU memory")
-        for title, parts in zip(titles, (self.held, self.sampling, self.learning, self.host)):
+        titles = ("always", "while sampling", "of that, stays while learning", "while learning", "in CPU memory")
+        for title, parts in zip(titles, (self.held, self.sampling, self.kept, self.learning, self.host)):
             if size(parts):
                 out.append(f"{gib(size(parts)):>13}  {title}")
-                out += [f"{gib(part):>17}  {name}" for name, part in parts.items() if part]
+                if parts is not self.kept:  # those of sampling
+                    out += [f"{gib(part):>17}  {name}" for name, part in parts.items() if part]
         return [*out, f"{gib(self.total):>13}  in all, with the larger of the two phases"]
 
     def report(self, memory: int) -> str:
@@ -231,7 +239,7 @@ def estimate(config: ModelConfig, cfg, world_size: int, *, prompt=None, completi
         held, host = held | host, {}
 
     setup = (config, cfg, sizes, device, c)
-    sampling = rollout(*setup, wrapped, world_size, prompt, longest)
+    sampling, kept = rollout(*setup, wrapped, world_size, prompt, longest)
     batches = [micro_batch(cfg, world_size, prompt, length) for length in lengths]
     moments = [(moment, mb) for mb in batches for moment in step(*setup, wrapped, parts, gradients, mb)]
     learning, mb = max(moments, key=lambda entry: sum(entry[0].values()))
@@ -239,19 +247,21 @@ def estimate(config: ModelConfig, cfg, world_size: int, *, prompt=None, completi
         f"each of {world_size} ranks, {dtype} on {device}: prompts of {prompt} tokens, completions of up to {longest}; "
         f"at most (the lengths that take most) a micro-batch of {mb.B} completions of {mb.N // mb.B}, {mb.count} a step"
     )
-    return Plan(held, sampling, learning, host, OUTSIDE if device == "cuda" else 0, setting)
+    return Plan(held, sampling, kept, learning, host, OUTSIDE if device == "cuda" else 0, setting)
 
 
-def rollout(config, cfg, sizes, device, c, wrapped, world_size, prompt, completion) -> dict[str, int]:
-    """The peak of sample.generate: weights, and the largest of what is there beside them at one time or another."""
+def rollout(config, cfg, sizes, device, c, wrapped, world_size, prompt, completion) -> tuple[dict, dict]:
+    """The peak of sample.generate: weights, and the largest of what is there beside them at one time or another. And
+    what of it stays where it lies for the next rollout, because recorded steps hold its addresses."""
     D, F, V, layers = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_hidden_layers
     Q, K = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     prompts = -(-cfg.prompts_per_step * cfg.steps_per_generation // world_size)
     rows, tested = prompts * cfg.num_generations, -(-cfg.eval_problems // world_size) * bool(cfg.eval_every)
     rows, prompts = max(rows, tested * max(1, cfg.eval_samples)), max(prompts, tested)
-    token, limit = 2 * layers * K * c, bucket(prompt + completion)  # keys and values of a token; the longest row
+    token, recorded = 2 * layers * K * c, device in RECORDED  # keys and values of a token
+    limit = bucket(prompt + completion + LOOK_EVERY[device] - 1)  # tokens of the longest row
     rows = min(rows, max(1, cfg.kv_bytes // (token * limit)), cfg.max_batch or rows)
-    start = before = capacity = bucket(prompt + min(completion, 64))
+    start = before = capacity = limit if recorded else bucket(prompt + min(completion, 64))
     while capacity < limit:  # as KVCache.grow
         before, capacity = capacity, min(bucket(capacity * 3 // 2), limit)
     prefill = min(min(rows, prompts) * (prompt - 1), max(PREFILL_TOKENS, prompt - 1))  # tokens at a time
@@ -264,17 +274,20 @@ def rollout(config, cfg, sizes, device, c, wrapped, world_size, prompt, completi
         "adapters folded in": 4 * sizes.folded * (device == "cpu" and c == 4 and not laid_out),
         "weights laid out for oneDNN": sizes.packed * laid_out,
     }
-    # Logits, and as weights, fp32; filled up to whole blocks; sorted, scanned and cut for top_p. On
-    # CUDA the steps that are recorded for 1, 2, 4, … rows keep theirs: together as much again.
-    draws = V * (c * (c < 4) + 4 * (2 + bool(V % 128) + 6 * (cfg.top_p < 1))) * (2 if device == "cuda" else 1)
+    # Logits, and as weights, fp32; filled up to whole blocks; sorted, scanned and cut for top_p. Recorded steps have
+    # one memory for theirs, beside which a first step of a kind, which is not recorded, needs as much.
+    draws = rows * V * (c * (c < 4) + 4 * (2 + bool(V % 128) + 6 * (cfg.top_p < 1)))
+    cache = {"keys and values": rows * limit * token}
+    records = {"recorded steps": draws * recorded}
     moments = [
         {"the head, while it is laid out": V * D * laid_out * (laid_out != c)},  # in another type
-        {"keys and values": rows * start * token, "prompts' keys and values": prefill * token,
-         "a prefill's activations": prefill * (2 * D + max(3 * F, 3 * Q + 3 * K)) * c},
-        {"keys and values": rows * limit * token, "what a layer's grew from": rows * before * K * c * (before < limit)},
-        {"keys and values": rows * limit * token, "logits and draws": rows * (draws + 8 * completion)},
+        records | {"keys and values": rows * start * token, "prompts' keys and values": prefill * token,
+                   "a prefill's activations": prefill * (2 * D + max(3 * F, 3 * Q + 3 * K)) * c},
+        cache | {"what a layer's grew from": rows * before * K * c * (before < limit)},
+        cache | records | {"logits and draws": draws + rows * 8 * completion},
     ]  # fmt: skip
-    return weights | max(moments, key=lambda parts: sum(parts.values()))
+    kept = {"weights gathered": weights["weights gathered"]} | cache | records if recorded else {}
+    return weights | max(moments, key=size), kept
 
 
 def step(config, cfg, sizes, device, c, wrapped, parts, gradients, mb: MicroBatch) -> list[dict[str, int]]:
@@ -364,7 +377,7 @@ def search(config, cfg, world_size: int, memory: int) -> tuple[dict, Plan] | Non
     """The levers that make cfg fit on so many ranks, none without need, and the plan that shows it; None: none do."""
 
     def trial(changes):
-        return estimate(config, replace(cfg, **changes), world_size)
+        return estimate(config, replace(cfg, **changes), world_size).within(memory)
 
     def everything(plan):  # both phases: what shrinks the smaller one counts once the larger one has shrunk
         return size(plan.held) + size(plan.sampling) + size(plan.learning)
@@ -395,7 +408,7 @@ def advice(config: ModelConfig, cfg, world_size: int, memory: int) -> list[str]:
 
     attempt({}, world_size)
     for n in more:
-        if estimate(config, cfg, n).fits(memory):
+        if estimate(config, cfg, n).within(memory).fits(memory):
             attempt({}, n)
             break
         if not ways:  # with fewer, and flags
@@ -406,13 +419,13 @@ def advice(config: ModelConfig, cfg, world_size: int, memory: int) -> list[str]:
     most = estimate(config, cfg, 1024)
     name, part = max((most.sampling | most.learning).items(), key=lambda entry: entry[1])
     if part > memory:
-        ways.append(f"as it is, on no number of GPUs: {name} alone take {gib(part)} on each")
+        ways.append(f"no number of GPUs as it is: {name} alone take {gib(part)} on each")
     return ways
 
 
 def answer(config: ModelConfig, cfg, world_size: int, memory: int) -> str:
     """The plan, whether it fits into `memory` bytes on each rank, and where it does not, what would."""
-    plan = estimate(config, cfg, world_size)
+    plan = estimate(config, cfg, world_size).within(memory)
     if plan.fits(memory):
         return plan.report(memory)
     ways = advice(config, cfg, world_size, memory) or ["nothing that is known here"]
@@ -465,7 +478,8 @@ def main():
         runs.append((cfg.model, find_config(cfg.model), replace(cfg, device=cfg.device or "cuda")))
     if args.batch:
         return [print_batches(*run, args.batch) for run in runs]
-    plans = [(name, config, cfg, n, estimate(config, cfg, n)) for name, config, cfg in runs for n in args.gpus]
+    plans = [(name, config, cfg, n, estimate(config, cfg, n).within(memory)) for name, config, cfg in runs
+             for n in args.gpus]  # fmt: skip
     if len(plans) == 1:
         return print(answer(*plans[0][1:4], memory))
     print(f"| model | GPUs | always | while sampling | while learning | total | in {args.memory:g} GiB |")

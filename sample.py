@@ -12,7 +12,8 @@ GPU the last digits of logits, and now and then a token, still depend on the bat
 A decode step reads every weight once and each row's keys and values once; all else is overhead. So a step is one
 function of buffers that keep their places, and nothing in it waits for the device. On a CPU what counts is the number
 of operators and how weights lie in memory (`packed_linears`); on CUDA it is the time to launch kernels, so a step is
-recorded once for a number of rows and a capacity, and replayed (CUDA graphs, as gpt-fast and vLLM have them).
+recorded once for a number of rows and a length, and replayed (CUDA graphs, as gpt-fast and vLLM have them), in later
+rollouts, too, where the caller keeps the `Decoder`.
 
 Lives here, from the inside out (to read it from the outside, start at `generate`): the cache, the step, products on a
 CPU, the rules of drawing, the loop, a chat on the command line. Not here: text (data/tokenizer.py), the network
@@ -53,7 +54,7 @@ PREFILL_TOKENS = 8192  # of one prefill, padding included
 # device. A row then decodes a few tokens too many, which are cut.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
 # Kinds of device whose steps are recorded and replayed; elsewhere they run one by one, alike but for rounding: a replay
-# has more rows and attends over the whole capacity.
+# has more rows and attends over more places.
 RECORDED = {"cuda"}
 
 
@@ -154,27 +155,44 @@ class KVCache:
 
 
 class Decoder:
-    """Rows [:B] of up to `rows`, their newest tokens, what they may draw, and the step that gives each its next token.
+    """Rows [:B] of up to `rows`, their newest tokens, and the step that gives each its next one.
 
-    draw(logits (B,V), u (B,)) -> ids (B,), log-probs (B,); u are each row's own random numbers, one a token.
+    Whoever keeps it from one rollout to the next keeps its buffers, and on CUDA the steps recorded over them.
     """
 
-    def __init__(self, model, draw, rows: int, capacity: int, limit: int, max_new_tokens: int):
-        self.model, self.draw, self.rows = model, draw, rows
-        like = model.model.embed_tokens.weight
-        self.cache = KVCache(model.config, rows, capacity, limit, like)
-        integers = dict(dtype=torch.long, device=like.device)
-        self.last, self.written, self.alive = (torch.zeros(rows, **integers) for _ in range(3))
-        self.u = torch.zeros(rows, max_new_tokens, dtype=torch.float64, device=like.device)
-        self.logprobs = torch.zeros(rows, device=like.device)
-        # (B, capacity) -> its recorded step, or None after a first one that was not recorded. A record holds addresses,
-        # of the weights too, which may be gathered anew for each rollout: records live as long as this object.
-        self.records = {} if like.device.type in RECORDED else None
+    def __init__(self):
+        self.form, self.rows, self.limit, self.max_new_tokens = None, 0, 0, 0
+
+    def prepare(self, model, rules: dict, rows: int, capacity: int, limit: int, max_new_tokens: int):
+        """For a rollout of up to `rows` rows, none longer than `limit`, drawn by `rules`. What an earlier one left is
+        used again where it is large enough, and its records where the weights lie where they lay."""
+        self.model, self.rules = model, rules
+        config, like = model.config, model.model.embed_tokens.weight
+        form = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, like.dtype, like.device
+        large_enough = rows <= self.rows and limit <= self.limit and max_new_tokens <= self.max_new_tokens
+        if form != self.form or not large_enough:
+            self.form, self.rows, self.limit = form, rows, limit
+            self.max_new_tokens = max(max_new_tokens, self.max_new_tokens)
+            self.cache = self.u = self.records = None  # before there are new ones
+            recorded, integers = like.device.type in RECORDED, dict(dtype=torch.long, device=like.device)
+            # A record holds addresses, so where there are records the cache never grows.
+            self.cache = KVCache(config, rows, limit if recorded else capacity, limit, like)
+            self.last, self.written, self.alive = (torch.zeros(rows, **integers) for _ in range(3))
+            self.u = torch.zeros(rows, self.max_new_tokens, dtype=torch.float64, device=like.device)
+            self.logprobs = torch.zeros(rows, device=like.device)
+            # Kind of step -> its record, or None after a first one that was not recorded; and what they were made from.
+            self.records, self.recorded_from = {} if recorded else None, None
+            return
+        if self.records and self.recorded_from != addresses(model):
+            self.records.clear()
+        for x in (*self.cache.keys, *self.cache.values, self.cache.lengths, self.last, self.alive):
+            x.zero_()  # an earlier rollout may have been interrupted, or have left NaN
 
     def start(self, slots: list[int], last: list[int], u):
-        """Rows `slots` begin, their prompts' keys and values inserted: each with its last token and its numbers u."""
+        """Rows `slots` begin, their prompts' keys and values inserted: each with its last token and its own random
+        numbers u, one a token."""
         self.last[slots] = torch.tensor(last, device=self.last.device)
-        self.u[slots] = torch.from_numpy(u).to(self.u.device)
+        self.u[slots, : u.shape[1]] = torch.from_numpy(u).to(self.u.device)
         self.written[slots] = 0
         self.alive[slots] = 1
 
@@ -194,7 +212,7 @@ class Decoder:
         hidden = self.model(self.last[:B, None], cache=self.cache)
         logits = self.model.lm_head(hidden[:, 0])  # (B,V)
         u = self.u[:B].gather(1, self.written[:B, None].clamp(max=self.u.shape[1] - 1))[:, 0]
-        ids, logprobs = self.draw(logits, u)
+        ids, logprobs = draw(logits, u, **self.rules)
         self.last[:B] = ids
         self.logprobs[:B] = logprobs
         for count in (self.cache.lengths, self.written):
@@ -202,38 +220,50 @@ class Decoder:
 
     def advance(self, B: int, longest: int, count: int):
         """`count` tokens for rows [:B], the longest having `longest` after the first -> ids, log-probs (B,count)."""
-        self.cache.grow(longest + count - 1)  # not between steps: nothing may be running when records are dropped
+        self.cache.grow(longest + count - 1)
         drawn = []
         for i in range(count):
             if self.records is None:
                 self.step(B, bucket(longest + i))
             else:
-                self.replay(min(self.rows, 1 << (B - 1).bit_length()))
+                self.replay(B, longest + i)
             drawn.append((self.last[:B].clone(), self.logprobs[:B].clone()))
         return [torch.stack(x, 1) for x in zip(*drawn)]
 
-    def replay(self, width: int):
-        """A step of `width` rows, a power of two or all: few records for all numbers of rows, since on a GPU idle rows
-        cost little. It attends to the whole capacity. The first step of a kind runs as it is: it makes what libraries
-        make at their first call, which must not happen while recording. The second is recorded, then replayed."""
-        if any(capacity != self.cache.capacity for _, capacity in self.records):
-            self.records.clear()  # the cache grew: they write where it was, and each holds its intermediate results
-        kind = width, self.cache.capacity
+    def replay(self, B: int, L: int):
+        """A step by a record for more rows, a power of two or all, and more tokens, a quarter of one: few records for
+        all sizes, since on a GPU what is idle costs little. The first step of a kind runs as it is: it makes what
+        libraries make at their first call, which must not happen while recording. The second one is recorded, then
+        replayed."""
+        quarter = max(32, (1 << (L - 1).bit_length()) // 8)
+        B, L = min(self.rows, 1 << (B - 1).bit_length()), min(self.cache.capacity, -(-L // quarter) * quarter)
+        kind = B, L, *self.rules.values()
         if kind not in self.records:
             self.records[kind] = None
-            return self.step(*kind)
+            return self.step(B, L)
         if self.records[kind] is None:
-            self.records[kind] = record(lambda: self.step(*kind))
-        self.records[kind]()
+            self.recorded_from = addresses(self.model)
+            earlier = next(filter(None, self.records.values()), None)
+            self.records[kind] = record(lambda: self.step(B, L), earlier and earlier.pool())
+        self.records[kind].replay()
 
 
-def record(step):
-    """A function that repeats what `step` launches, on the same addresses; `step` itself changes nothing meanwhile."""
+def addresses(model) -> list:
+    """What a record of a model's step holds on to: where tensors lie, and the numbers and switches of its modules."""
+    fixed = torch.Tensor, int, float, str, type(None)
+    return [(type(module), key, value.data_ptr() if isinstance(value, torch.Tensor) else value)
+            for module in model.modules() for part in (vars(module), module._parameters, module._buffers)
+            for key, value in part.items() if isinstance(value, fixed)]  # fmt: skip
+
+
+def record(step, pool):
+    """What this returns repeats at `.replay()` what `step` launches, on the same addresses; `step` itself changes
+    nothing meanwhile. Records with one pool have their intermediate results in the same memory: one at a time."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: another thread, such as NCCL's watchdog, may call CUDA meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()
-    return graph.replay
+    return graph
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -439,7 +469,8 @@ def check_request(model, prompts, n, max_new_tokens, temperature, top_k, top_p, 
 
 @torch.no_grad()
 def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(),
-             seed=0, keys=None, max_batch=None, kv_bytes=2 << 30, on_token=None) -> list[list[Completion]]:  # fmt: skip
+             seed=0, keys=None, max_batch=None, kv_bytes=2 << 30, on_token=None,
+             decoder: Decoder | None = None) -> list[list[Completion]]:  # fmt: skip
     """n completions of each prompt, as [prompt][n]. prompts: lists of token ids.
 
     temperature 0 is greedy; top_k 0, None or -1 is off; truncation after temperature: top-k, top-p, min-p.
@@ -447,6 +478,8 @@ def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, t
     max_batch    rows decoding together at most (default: what kv_bytes allows).
     kv_bytes     memory for their keys and values: as many rows as fit in it at full length, but at least one.
     on_token     called as on_token(prompt, sample, id) for each token, in order within a row.
+    decoder      a Decoder() of the caller's: memory for keys and values stays allocated in it, and on CUDA the next
+                 call over the same weights, changed in place or not, replays the steps that this one recorded.
     ValueError for a request that makes no sense; FloatingPointError where logits are not finite.
     """
     check_request(model, prompts, n, max_new_tokens, temperature, top_k, top_p, min_p, max_batch, keys)
@@ -454,15 +487,19 @@ def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, t
         return []
     was_training = model.training
     model.eval()
-    config, longest = model.config, bucket(max(map(len, prompts)) + max_new_tokens)
-    numbers = 2 * longest * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # a row, at its end
-    fitting = max(1, kv_bytes // (numbers * model.lm_head.weight.itemsize))
+    config, like, decoder = model.config, model.lm_head.weight, decoder or Decoder()
+    longest, late = max(map(len, prompts)), LOOK_EVERY.get(like.device.type, 8) - 1  # what a row may run past its end
+    limit = max(longest + max_new_tokens + late, decoder.limit)
+    numbers = 2 * bucket(limit) * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    fitting = max(1, kv_bytes // (numbers * like.itemsize))  # rows, at their ends
     slots = min(len(prompts) * n, fitting, max_batch or sys.maxsize)
     keys = range(len(prompts)) if keys is None else keys
     rules = dict(temperature=temperature, top_k=top_k or 0, top_p=top_p, min_p=min_p)
     try:
+        rows, capacity = min(max(slots, decoder.rows), fitting), longest + min(max_new_tokens, 64)
         with packed_linears(model):
-            return Rollout(model, prompts, n, max_new_tokens, rules, stop_ids, seed, keys, slots, on_token).run()
+            decoder.prepare(model, rules, rows, capacity, limit, max_new_tokens)
+            return Rollout(model, prompts, n, max_new_tokens, stop_ids, seed, keys, slots, on_token, decoder).run()
     finally:
         model.train(was_training)
 
@@ -470,18 +507,16 @@ def generate(model, prompts, n=1, *, max_new_tokens, temperature=1.0, top_k=0, t
 class Rollout:
     """The rows of one `generate` call. A row is (prompt, sample); it waits in the queue, then decodes in a slot."""
 
-    def __init__(self, model, prompts, n, max_new_tokens, rules, stop_ids, seed, keys, slots, on_token):
+    def __init__(self, model, prompts, n, max_new_tokens, stop_ids, seed, keys, slots, on_token, decoder):
         self.model, self.prompts, self.max_new_tokens = model, [tuple(p) for p in prompts], max_new_tokens
         self.stop_ids, self.seed, self.keys, self.on_token = set(stop_ids), seed, keys, on_token
-        longest = max(map(len, prompts))
+        self.decoder = decoder
         self.device = model.model.embed_tokens.weight.device
         self.completions = [[Completion([], [], False) for _ in range(n)] for _ in prompts]
         self.queue = deque((p, s) for p in range(len(prompts)) for s in range(n))
         self.waiting = Counter(self.prompts[p] for p, _ in self.queue)  # rows of the queue that begin with this prompt
         self.prefilled = {}  # prompt -> keys and values, one (T,K,d) a layer, while rows of the queue need them
         self.slots: list[tuple[int, int] | None] = [None] * slots
-        capacity, limit = longest + min(max_new_tokens, 64), longest + max_new_tokens
-        self.decoder = Decoder(model, partial(draw, **rules), slots, capacity, limit, max_new_tokens)
 
     def run(self) -> list[list[Completion]]:
         self.refill(list(range(len(self.slots))))

@@ -41,7 +41,7 @@ from learner import Row, learner_logprobs, optimizer_step
 from loss import LossConfig, combine_rewards, flat_groups, group_advantages, kl_penalty, reward_metrics
 from model import fast_cpu_matmul, find_checkpoint, load_model, write_checkpoint
 from rewards import load_rewards, score
-from sample import generate
+from sample import Decoder, generate
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Every knob, once: field, default, comment. Flags, --help and a run's config.json are made from these lines.
@@ -305,12 +305,12 @@ def sample_rows(
     run: "Run", cfg: Config, problems: dict[int, dict], n: int, temperature: float, key=lambda i: i
 ) -> list[Row]:
     """n completions of each problem {index: problem}. Draws are keyed by the problem's index: no rank, no order."""
-    with fsdp.unsharded(run.model) as plain, run.for_sampling(plain):
+    with fsdp.unsharded(run.model, run.gathered) as plain, run.for_sampling(plain):
         groups = generate(
             plain, [problem["prompt_ids"] for problem in problems.values()], n,
             max_new_tokens=cfg.max_completion_length, temperature=temperature, top_k=cfg.top_k, top_p=cfg.top_p,
             min_p=cfg.min_p, stop_ids=run.tokenizer.stop_ids, seed=cfg.seed, keys=[key(i) for i in problems],
-            max_batch=cfg.max_batch, kv_bytes=cfg.kv_bytes,
+            max_batch=cfg.max_batch, kv_bytes=cfg.kv_bytes, decoder=run.decoder,
         )  # fmt: skip
     return [Row(problem, i, j, completion, run.tokenizer.decode(completion.tokens))
             for (i, problem), group in zip(problems.items(), groups) for j, completion in enumerate(group)]  # fmt: skip
@@ -450,7 +450,9 @@ class Run:
 
         self.memory_before, memory = plan.peak_memory(cfg.device), plan.device_memory(cfg.device)
         sizes, planned = plan.find_config(place), replace(cfg, adapter=str(adapter) if adapter else None)
-        self.plan = plan.estimate(sizes, planned, world.size)
+        self.plan = plan.estimate(sizes, planned, world.size).within(memory)
+        # What stays between rollouts, so that steps recorded in one are replayed in the next; None: nothing does.
+        self.gathered, self.decoder = ({}, Decoder()) if self.plan.kept else (None, None)
         if fsdp.is_first() and not self.plan.fits(memory):
             print(plan.answer(sizes, planned, world.size, memory))
 

@@ -23,7 +23,7 @@ from benchmarks.measure import MIB, TOY, cached_numbers, interleaved, line, mach
 from learner import Row, optimizer_step
 from model import ModelConfig, Transformer
 from plan import find_config
-from sample import RECORDED, Completion, generate
+from sample import RECORDED, Completion, Decoder, generate
 
 PROCESSES.set_forkserver_preload([__name__])  # torch and all the rest are imported once, not once a part
 GIB = 2**30
@@ -139,8 +139,9 @@ def decoding(way, device):
 
 def decode(size):
     """Tokens a second of sample.generate against the roofline: every step reads all weights and the rows' keys and
-    values once, at the bandwidth of a copy. Prefill is taken out, recording is not: (time of n tokens - time of one) /
-    (n - 1) a step. "alike": the share of tokens that are those of recorded steps."""
+    values once, at the bandwidth of a copy. Steps were recorded in an earlier call, as they are from a run's second
+    rollout on; prefill is taken out: (time of n tokens - time of one) / (n - 1) a step. "alike": the share of tokens
+    that are those of recorded steps."""
     prompt, new = size.decode_tokens
     reach = bandwidth(size)
     for dtype_name, dtype in DTYPES.items():
@@ -151,8 +152,10 @@ def decode(size):
             for way in ("recorded", "plain") if size.device in RECORDED else ("plain",):
 
                 def measure():
+                    decoder = Decoder()
+
                     def sample(n):
-                        groups = generate(model, prompts, max_new_tokens=n, max_batch=rows, kv_bytes=1 << 60)
+                        groups = generate(model, prompts, max_new_tokens=n, kv_bytes=1 << 60, decoder=decoder)
                         drawn[way] = [token for [completion] in groups for token in completion.tokens]
 
                     contestants = {1: lambda: sample(1), new: lambda: sample(new)}
@@ -187,7 +190,7 @@ def steps(size, world, dtype, chunked, sampling):
     from train import Config
 
     V, (prompt, length) = size.model["vocab_size"], size.step_tokens
-    model = random_model(size)
+    model, gathered, decoder = random_model(size), {}, Decoder()
     model.model.checkpointing = True
     fsdp.shard(model, world, "full", DTYPES[dtype])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
@@ -203,8 +206,8 @@ def steps(size, world, dtype, chunked, sampling):
                      micro_batch_tokens=1 << 60)  # fmt: skip
 
         def sample():
-            with fsdp.unsharded(model) as plain:
-                generate(plain, prompts, G, max_new_tokens=length, kv_bytes=1 << 60)
+            with fsdp.unsharded(model, gathered) as plain:
+                generate(plain, prompts, G, max_new_tokens=length, kv_bytes=1 << 60, decoder=decoder)
 
         def update():
             optimizer_step(model, optimizer, rows, cfg, 0)

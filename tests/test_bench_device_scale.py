@@ -13,7 +13,6 @@ import torch
 import bench
 import chunked_kernel
 import fsdp
-import sample
 from benchmarks import cost, device, guarded
 from plan import find_config
 
@@ -128,18 +127,12 @@ def test_both_row_passes_are_measured_where_triton_runs(monkeypatch):
     assert chunked_kernel._use_triton(None) and calls
 
 
-def test_recorded_steps_are_compared_with_plain_ones(monkeypatch):
-    """As on CUDA, with a recorder that simply runs the step again."""
-    used = []
-    monkeypatch.setattr(sample, "record", lambda step: lambda: (used.append(1), step()))
+def test_recorded_steps_are_compared_with_plain_ones(monkeypatch, recorded):
+    """As on CUDA, with conftest's recorder."""
     monkeypatch.setitem(device.DTYPES, "bfloat16", torch.float32)
-    device.RECORDED.add("cpu")
-    try:
-        rows = list(device.decode(device.toy("cpu")._replace(decode_rows=(2,))))
-        assert device.RECORDED == {"cpu", "cuda"}
-    finally:
-        device.RECORDED.discard("cpu")
-    assert [row["steps"] for row in rows] == ["recorded", "plain"] * 2 and used
+    rows = list(device.decode(device.toy("cpu")._replace(decode_rows=(2,))))
+    assert device.RECORDED == {"cpu", "cuda"}
+    assert [row["steps"] for row in rows] == ["recorded", "plain"] * 2 and "replay" in recorded
     assert [row.get("alike") for row in rows] == [None, 1.0] * 2
 
 

@@ -317,12 +317,44 @@ def test_ranks_decode_on_their_own_with_the_trained_weights(kind, mode, dtype):
     assert losses == pytest.approx(train(alone, slice(None), steps=1, micro=6)[0], rel=tolerance)
 
 
+def check_kept(world, kind, mode, dtype):
+    model, kept, places, head = prepare(kind), {}, [], lambda hidden, weight: hidden @ weight.T
+    fsdp.shard(model, world, mode, dtype)
+    for _ in range(3):
+        with torch.no_grad():
+            with fsdp.unsharded(model) as plain:
+                expected = plain(TOKENS, head=head)
+            with fsdp.unsharded(model, kept) as plain:
+                assert type(plain) is Transformer
+                assert [name for name, _ in plain.named_parameters()] == [name for name, _ in model.named_parameters()]
+                assert {p.dtype for p in plain.parameters()} == {dtype}
+                assert torch.equal(plain(TOKENS, head=head), expected)
+                assert all(isinstance(p, fsdp.DTensor) for p in model.parameters())  # nothing is gathered twice
+                places.append([p.data_ptr() for p in plain.parameters()])
+                assert not any(p.requires_grad for p in plain.parameters())
+        losses, _ = train(model, fsdp.deal(6, world), steps=1)
+    return places, expected, losses
+
+
+@pytest.mark.parametrize("kind, mode, dtype, ranks", [
+    ("nf4", "full", torch.float32, 2), ("lora", "none", torch.bfloat16, 2), ("tied", "full", torch.bfloat16, 1),
+    ("untied", "hybrid", torch.float32, 2),
+])  # fmt: skip
+def test_gathered_weights_may_stay_where_they_are(kind, mode, dtype, ranks, world):
+    found = [check_kept(world, kind, mode, dtype)] if ranks == 1 else launch(check_kept, ranks, kind, mode, dtype)
+    for places, logits, losses in found:
+        assert places[0] == places[1] == places[2]
+        assert torch.equal(logits, found[0][1]) and losses == found[0][2]
+
+
 def test_alone_in_fp32_sharding_changes_nothing(world):
     model = small_model()
     fsdp.shard(model, world)
     assert type(model) is Transformer
-    with fsdp.unsharded(model) as plain:
-        assert plain is model
+    kept = {}
+    for arguments in [(), (kept,)]:
+        with fsdp.unsharded(model, *arguments) as plain:
+            assert plain is model and not kept
 
 
 def check_loading(world, directory, mode):

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample as S
 from model import TINY, ModelConfig, Transformer, load_model, save_model
@@ -620,59 +619,11 @@ def test_dropout_is_off_while_sampling_and_training_mode_comes_back():
 # Recorded steps
 
 
-class Recording(TorchDispatchMode):
-    """CUDA graphs on a CPU: every operator with the very tensors it read and wrote, to be run again on those. What
-    Python computes while recording (sizes, which tensor an attribute names) is thereby frozen, as in a real graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.before = [], {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("waits for the device while recording")
-        for x, argument in zip(args, function._schema.arguments):
-            if argument.alias_info and argument.alias_info.is_write:
-                storage = x.untyped_storage()
-                self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
-        out = function(*args, **(kwargs or {}))
-        self.calls.append((function, args, kwargs or {}, out))
-        return out
-
-    def replay(self):
-        for function, args, kwargs, out in self.calls:
-            if function._schema.is_mutable:
-                function(*args, **kwargs)
-            elif not any(r.alias_info for r in function._schema.returns):  # a view is still the same view
-                again = function(*args, **kwargs)
-                for x, new in zip(*([y] if isinstance(y, torch.Tensor) else y for y in (out, again))):
-                    x.copy_(new) if isinstance(x, torch.Tensor) else None
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """Decoding records and replays, on this CPU. Gives what happened: "record" and "replay" in order."""
-    events = []
-
-    def record(step):
-        recording = Recording()
-        with recording:
-            step()
-        for storage, before in recording.before.values():  # recording computes nothing
-            storage.copy_(before)
-        events.append("record")
-        return lambda: events.append("replay") or recording.replay()
-
-    monkeypatch.setattr(S, "record", record)
-    monkeypatch.setattr(S, "RECORDED", {"cpu"})
-    return events
-
-
 @pytest.mark.parametrize("look, rules", [(8, {}), (1, dict(temperature=0.7, top_k=30, top_p=0.9, min_p=0.02))])
 def test_recorded_steps_give_the_same_completions(recorded, rules, look, monkeypatch):
-    # Slots refilled, rows moved, widths padded, and a cache that grows and so lies elsewhere than when recorded.
+    # Slots refilled, rows moved, widths padded, lengths that pass from one record's to the next's.
     model, prompts = random_model(), random_prompts(1, 9, 40, 7, 3)
-    want = dict(n=2, max_new_tokens=100, stop_ids=STOPS[:1], **rules)
+    want = dict(n=2, max_new_tokens=86, stop_ids=STOPS[:1], **rules)
     with monkeypatch.context() as plain:
         plain.setattr(S, "RECORDED", set())
         expected = generate(model, prompts, **want)
@@ -682,7 +633,7 @@ def test_recorded_steps_give_the_same_completions(recorded, rules, look, monkeyp
     def watched(decoder, B, longest, count):
         drawn = advance(decoder, B, longest, count)
         assert not decoder.cache.lengths[B:].any() and not decoder.alive[B:].any()  # idle rows stand still
-        assert {capacity for _, capacity in decoder.records} == {decoder.cache.capacity}  # old ones are dropped
+        assert decoder.cache.capacity == bucket(40 + 86 + look - 1)  # with what rows may run past their end
         widths.update(decoder.records)
         return drawn
 
@@ -695,7 +646,8 @@ def test_recorded_steps_give_the_same_completions(recorded, rules, look, monkeyp
         made = generate(model, prompts, max_batch=max_batch, **want)
         assert tokens_of(made) == tokens_of(expected)
         assert made == expected or not exact
-        assert {B for B, _ in widths} <= {1, 2, 4, 8, min(max_batch, 10)} and len({c for _, c in widths}) > 1
+        assert {B for B, *_ in widths} <= {1, 2, 4, 8, min(max_batch, 10)}
+        assert {L for _, L, *_ in widths} <= {32, 64, 96, 128, 160}
         assert recorded.count("record") <= len(widths) and recorded.count("replay") > 50
 
 
@@ -709,28 +661,142 @@ def test_a_step_that_waits_for_the_device_cannot_be_recorded(recorded):
         generate(Waits(torch.zeros(9, 9)), [[1]], max_new_tokens=9)
 
 
-def test_records_do_not_outlive_a_rollout(recorded):
-    # Weights may lie elsewhere, and have changed, the next time.
+@pytest.fixture
+def unpacked(monkeypatch):
+    """As on a GPU, whose products read the weights where they lie."""
+    monkeypatch.setattr(S, "packed_type", lambda dtype: None)
+
+
+def right(model, prompt, completion, temperature=1.0):
+    wanted = teacher_forced(model, prompt, completion.tokens, temperature)
+    return (wanted - torch.tensor(completion.logprobs)).abs().max() < 1e-4
+
+
+def test_a_rollout_on_its_own_leaves_no_records(recorded):
     model, prompts = random_model(), random_prompts(5)
-    before = generate(model, prompts, max_new_tokens=8, temperature=0)
-    for p in model.parameters():
+    for _ in range(2):
+        generate(model, prompts, max_new_tokens=8)
+    assert recorded.count("record") == 2
+
+
+def test_records_serve_the_next_rollout_with_weights_that_changed_in_place(recorded, unpacked):
+    model, decoder, want = random_model(), S.Decoder(), dict(n=4, max_new_tokens=24)
+    generate(model, random_prompts(5, 9), decoder=decoder, **want)
+    cache, kinds = decoder.cache, dict(decoder.records)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(-1.1)
+    recorded.clear()
+    prompts = random_prompts(9, 3, seed=1)  # 8 rows again, of other lengths
+    made = generate(model, prompts, decoder=decoder, **want)
+    assert recorded.count("record") == 0 and recorded.count("replay") == 24 and decoder.cache is cache
+    assert all(decoder.records[kind] is kinds[kind] for kind in kinds)
+    assert all(right(model, p, c) for p, group in zip(prompts, made) for c in group)
+    assert tokens_of(made) == tokens_of(generate(model, prompts, **want))
+
+
+def test_each_set_of_rules_has_its_own_records(recorded, unpacked):
+    model, prompts, decoder = random_model(), random_prompts(5), S.Decoder()
+    for rules in (dict(), dict(temperature=0), dict(temperature=0.5), dict(temperature=0.5, top_k=3), dict(top_p=0.5)):
+        want = dict(n=2, max_new_tokens=9, **rules)
+        recorded.clear()
+        for n in (1, 2):
+            assert generate(model, prompts, decoder=decoder, **want) == generate(model, prompts, **want)
+        assert recorded.count("record") == 3  # one of the kept decoder, and one of each that was not kept
+
+
+@pytest.mark.parametrize("what", ["parameters", "frequencies"])
+def test_records_are_not_replayed_over_what_lies_elsewhere(recorded, unpacked, what):
+    model, prompts, decoder = random_model(), random_prompts(5), S.Decoder()
+    generate(model, prompts, max_new_tokens=8, decoder=decoder)
+    cache = decoder.cache
+    for p in model.parameters() if what == "parameters" else []:
         p.data = p.data * -1.1
-    after = generate(model, prompts, max_new_tokens=8, temperature=0)
-    assert tokens_of(before) != tokens_of(after) and recorded.count("record") == 2
-    [[c]] = after
-    assert (teacher_forced(model, prompts[0], c.tokens) - torch.tensor(c.logprobs)).abs().max() < 1e-4
+    if what == "frequencies":  # a tensor that is neither parameter nor buffer
+        model.model.frequencies = model.model.frequencies * 2
+    [[c]] = generate(model, prompts, max_new_tokens=8, decoder=decoder)
+    assert recorded.count("record") == 2 and decoder.cache is cache and right(model, prompts[0], c)
+
+
+def test_records_are_not_replayed_for_modules_that_compute_something_else(recorded, unpacked):
+    # As adapters that are switched off, or scaled.
+    model, prompts, decoder = random_model(), random_prompts(5), S.Decoder()
+    generate(model, prompts, max_new_tokens=8, decoder=decoder)
+    for module in model.modules():
+        if hasattr(module, "eps"):
+            module.eps = 1.0
+    [[c]] = generate(model, prompts, max_new_tokens=8, decoder=decoder)
+    assert recorded.count("record") == 2 and right(model, prompts[0], c)
+
+
+def test_a_decoder_becomes_as_large_as_was_asked_and_not_larger_than_kv_bytes(recorded, unpacked):
+    model, decoder = random_model(), S.Decoder()
+    row = 2 * 4 * 32 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim
+    sizes = []
+    for lengths, n, new, rows in [
+        ((5,), 3, 8, 99), ((5, 7), 2, 8, 99), ((9,), 1, 8, 99), ((5,), 9, 8, 99), ((40,), 9, 8, 8), ((5,), 9, 30, 8)
+    ]:  # fmt: skip
+        prompts = random_prompts(*lengths)
+        made = generate(model, prompts, n, max_new_tokens=new, kv_bytes=rows * row, decoder=decoder)
+        assert made == generate(model, prompts, n, max_new_tokens=new, kv_bytes=rows * row)
+        sizes.append((decoder.rows, decoder.limit, decoder.max_new_tokens, decoder.cache.capacity))
+    # rows; tokens of the longest; then 64 tokens a row, of which 8 · 32 make four
+    assert sizes == [(3, 13, 8, 32), (4, 15, 8, 32), (4, 17, 8, 32), (9, 17, 8, 32), (4, 48, 8, 64), (4, 48, 30, 64)]
+
+
+def test_a_decoder_that_was_interrupted_starts_anew(recorded, unpacked):
+    model, prompts, decoder = random_model(), random_prompts(5, 20), S.Decoder()
+
+    def stop(prompt, sample, token):
+        if prompt == 1 and len(recorded) > 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, prompts, 4, max_new_tokens=20, on_token=stop, decoder=decoder)
+    assert decoder.alive.any()
+    after = generate(model, prompts[:1], max_new_tokens=9, decoder=decoder)
+    assert after == generate(model, prompts[:1], max_new_tokens=9)
+    assert not decoder.alive.any() and not decoder.cache.lengths.any()
+
+
+def test_a_decoder_that_saw_nan_starts_anew():
+    model, decoder = random_model(), S.Decoder()
+    good = model.model.layers[0].self_attn.v_proj.weight.detach().clone()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError):
+        generate(model, random_prompts(30), 2, max_new_tokens=9, decoder=decoder)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.copy_(good)
+    [[c]] = generate(model, random_prompts(4), max_new_tokens=9, decoder=decoder)
+    assert right(model, random_prompts(4)[0], c)
+
+
+def test_a_decoder_serves_another_model(recorded, unpacked):
+    decoder = S.Decoder()
+    for name in ("qwen3_wide_heads_v5", "qwen2_tied_v4"):
+        [[c]] = generate(random_model(name), [[5, 6, 7]], max_new_tokens=8, decoder=decoder)
+        assert right(random_model(name), [5, 6, 7], c)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="records for a GPU, and there is none")
 def test_recorded_steps_give_the_same_completions_on_cuda(monkeypatch):
     model, prompts = random_model().cuda(), random_prompts(1, 9, 40, 7, 3)
     want = dict(n=3, max_new_tokens=110, stop_ids=STOPS[:1], max_batch=8)
-    made, record, records = [], S.record, []
-    monkeypatch.setattr(S, "record", lambda step: records.append(1) or record(step))
-    for kinds in ({"cuda"}, set()):
-        monkeypatch.setattr(S, "RECORDED", kinds)
-        made.append(generate(model, prompts, **want))
-    assert records and tokens_of(made[0]) == tokens_of(made[1])
+    record, records = S.record, []
+    monkeypatch.setattr(S, "record", lambda step, pool: records.append(1) or record(step, pool))
+    decoder = S.Decoder()
+    made = [generate(model, prompts, decoder=decoder, **want) for _ in range(2)]
+    assert records and made[0] == made[1]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(-1.1)
+    count = len(records)
+    made = [generate(model, prompts, decoder=decoder, **want)]
+    assert len(records) == count
+    monkeypatch.setattr(S, "RECORDED", set())
+    made.append(generate(model, prompts, **want))
+    assert len(records) == count and tokens_of(made[0]) == tokens_of(made[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

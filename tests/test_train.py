@@ -15,6 +15,7 @@ import data
 import fsdp
 import model as model_file
 import plan
+import sample
 import train
 from data.tokenizer import load_tokenizer
 from learner import Row
@@ -643,6 +644,37 @@ def test_every_option_runs(here, words):
     assert all(math.isfinite(value) for line in lines(run) for value in line.values())
     if "mask_truncated" not in words:
         assert any(line["grad_norm"] > 0 for line in lines(run))
+
+
+@pytest.mark.parametrize("words", ["", "--dtype bfloat16 --beta 0.1", "--lora_r 4 --dtype bfloat16"])
+def test_steps_recorded_in_one_rollout_serve_all(here, recorded, monkeypatch, words):
+    """Where the weights are the masters themselves, and where they are gathered anew for each rollout."""
+    monkeypatch.setattr(sample, "packed_type", lambda dtype: None)  # as on a GPU
+    results, words = [], f"{words} --max_steps 4 --warmup_ratio 0 --learning_rate 1e-2 --eval_every 2 --eval_problems 4"
+    words += " --eval_samples 2"
+    for kinds in ({"cpu"}, set()):
+        sample.RECORDED.clear()
+        sample.RECORDED.update(kinds)
+        cfg, run = start(here, words)
+        assert bool(run.plan.kept) == bool(kinds) == (run.decoder is not None)
+        train.train(cfg, run)
+        results.append((lines(run), [line["completion"] for line in lines(run, "samples.jsonl")]))
+        if kinds:  # greedy and drawn; greedy again, after the first evaluation's draws needed more rows
+            assert len(run.decoder.records) == 2 and recorded.count("record") == 3
+        fsdp.shutdown()
+    (metrics, samples), (expected, expected_samples) = results
+    assert samples == expected_samples and len({*samples}) > 9
+    for line, other in zip(metrics, expected, strict=True):
+        assert {k: v for k, v in line.items() if "time" not in k} == pytest.approx(
+            {k: v for k, v in other.items() if "time" not in k}, rel=1e-3, abs=1e-3)  # fmt: skip
+
+
+def test_where_nothing_may_stay_each_rollout_records_anew(here, recorded, monkeypatch):
+    monkeypatch.setattr(plan, "device_memory", lambda device: 0)
+    cfg, run = start(here, "--max_steps 2")
+    assert run.decoder is None and run.gathered is None and not run.plan.kept
+    train.train(cfg, run)
+    assert recorded.count("record") == 2  # one a rollout
 
 
 def test_prompts_and_heads_are_run_differently_but_learn_the_same(here):
