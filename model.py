@@ -386,28 +386,6 @@ class Transformer(nn.Module):
                 module.weight.fill_(1.0)
 
 
-def fast_cpu_matmul() -> bool:
-    """Sends fp32 products on the CPU to oneDNN where that is exact; call once at start. True where it is now on.
-
-    torch's default (MKL) takes a slow path on AMD. The setting's name says bf16, but without AMX oneDNN has no bf16
-    unit to use and computes in true fp32, 1.5 to 2.3 times as fast; with AMX it would really round. So it stays on only
-    where there is no AMX and a product checked against float64 keeps fp32's accuracy.
-    """
-    switch = getattr(torch.backends.mkldnn, "matmul", None)
-    if not torch.backends.mkldnn.is_available() or not hasattr(switch, "fp32_precision"):
-        return False
-    if torch.cpu._is_amx_tile_supported():
-        return False
-    before, switch.fp32_precision = switch.fp32_precision, "bf16"
-    generator = torch.Generator().manual_seed(0)
-    a, b = torch.randn(64, 1024, generator=generator), torch.randn(1024, 256, generator=generator)
-    exact = a.double() @ b.double()
-    if ((a @ b - exact).abs().max() / exact.abs().max()).item() < 3e-6:  # fp32 errs by 4e-7 here, bf16 by 3e-3
-        return True
-    switch.fp32_precision = before
-    return False
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints in
 

@@ -35,11 +35,12 @@ import lora
 import plan
 import plot
 from cli import check_choice, help_text, parse_flags
+from cpu import fast_cpu_matmul, keep_freed_memory
 from data.tokenizer import load_tokenizer
 from journal import Journal, choose_directory
 from learner import Row, learner_logprobs, optimizer_step
 from loss import LossConfig, combine_rewards, flat_groups, group_advantages, kl_penalty, reward_metrics
-from model import fast_cpu_matmul, find_checkpoint, load_model, write_checkpoint
+from model import find_checkpoint, load_model, write_checkpoint
 from rewards import load_rewards, score
 from sample import Decoder, generate
 
@@ -424,6 +425,7 @@ class Run:
         cfg.device = world.device.type
         cfg.dtype = cfg.dtype or ("bfloat16" if cfg.device == "cuda" else "float32")
         fast_cpu_matmul()
+        keep_freed_memory()
         settings = {"max_completion_length": cfg.max_completion_length}
         self.rewards, self.judge = load_rewards(cfg.rewards, **settings), load_rewards(cfg.solved, **settings)
         self.weights = [reward.weight for reward in self.rewards]

@@ -14,8 +14,8 @@ from train import config_from
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("data/*.py"), *ROOT.glob("benchmarks/*.py")])
-LEAVES = ["model.py", "sample.py", "rewards.py", "loss.py", "chunked_kernel.py", "lora.py", "fsdp.py", "cli.py", "plot.py",
-          *(f"data/{path.name}" for path in ROOT.glob("data/*.py"))]  # fmt: skip
+LEAVES = ["model.py", "sample.py", "rewards.py", "loss.py", "chunked_kernel.py", "lora.py", "fsdp.py", "cli.py", "cpu.py",
+          "plot.py", *(f"data/{path.name}" for path in ROOT.glob("data/*.py"))]  # fmt: skip
 SIBLINGS = {path.stem for path in ROOT.glob("*.py")} | {"data", "benchmarks"}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

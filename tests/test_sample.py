@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import sample as S
-from model import TINY, ModelConfig, Transformer, load_model, save_model
+from model import TINY, ModelConfig, RMSNorm, Transformer, load_model, save_model
 from sample import Completion, bucket, draw, generate, packed_linears, pick, truncate, uniforms
 
 ALMOST_ONE = 1 - 2**-53  # the largest number a generator of float64 in [0, 1) can give
@@ -819,6 +819,16 @@ def test_packed_linears_multiply_as_plain_ones_and_are_gone_afterwards():
             raise RuntimeError("on purpose")
     assert not any({"forward", "qkv", "gated"} & vars(m).keys() for m in model.modules())
     assert torch.equal(layers[0](x), plain[0])
+
+
+def test_short_norms_are_the_models_whatever_rows_are_beside():
+    norm = RMSNorm(96, 1e-3)
+    norm.weight.data.uniform_(-2, 2, generator=torch.manual_seed(0))
+    short, x = S.short_norm(norm), torch.randn(40, 1, 96, generator=torch.manual_seed(1)) * torch.logspace(-4, 4, 40)[:, None, None]
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-3).rsqrt() * norm.weight.double()
+    torch.testing.assert_close(short(x).double(), exact, rtol=1e-6, atol=1e-9)
+    assert all(torch.equal(short(x[:rows]), short(x)[:rows]) for rows in (1, 2, 7, 33))
+    assert S.short_norm(RMSNorm(96, 1e-3).bfloat16()) is None
 
 
 @pytest.mark.parametrize("name", ["qwen3_wide_heads_v5", "qwen2_tied_v4", "llama_biases_v5"])
