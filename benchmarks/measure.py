@@ -1,7 +1,7 @@
 """How everything here is measured: contestants that take turns, counted memory, matmul routes, a table.
 
-Whatever is compared takes turns, round after round in one process, so that a busy or throttled machine slows all alike;
-a first round warms up and is dropped. Peak memory is counted, not sampled: on CPU every allocation that torch.profiler
+Whatever is compared takes turns, round after round in one run, so that a busy or throttled machine slows all alike; a
+first round warms up and is dropped. A peer that is a whole program takes its turns in a process of its own. Peak memory is counted, not sampled: on CPU every allocation that torch.profiler
 reports (it sees temporaries inside an operator, not a BLAS library's own workspace), on CUDA what the caching allocator
 says.
 """
@@ -12,11 +12,13 @@ import json
 import statistics
 import tempfile
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from model import ModelConfig, Transformer, fast_cpu_matmul, find_checkpoint, save_model
+from cpu import fast_cpu_matmul
+from model import ModelConfig, Transformer, find_checkpoint, save_model
 
 MIB = 2**20
 # 31.5 million parameters in Qwen3's proportions, 18.9 of them the embedding, which is the head, too.
@@ -76,17 +78,68 @@ class MatmulRoutes:
                 self.settings["fast"] = self.switch.fp32_precision
                 self.switch.fp32_precision = self.settings["default"]
 
+    def use(self, name):
+        if self.names != ["default"]:
+            self.switch.fp32_precision = self.settings[name]
+
     def on(self, name, f):
         """f, to be called on that route."""
-        if self.names == ["default"]:
-            return f
 
         def call():
-            self.switch.fp32_precision = self.settings[name]
+            self.use(name)
             f()
-            self.switch.fp32_precision = self.settings["default"]
+            self.use("default")
 
         return call
+
+
+class Elsewhere:
+    """A peer in a process of its own, where whatever ours switches on in this one (matmul route, allocator) stays off,
+    and where threads are its alone: two pools in one process keep each other from waiting awake.
+
+    target(turns, *args) runs there: turns.begin() waits for a call of this object and gives its arguments, turns.end(x)
+    is what the call returns. Between its turns it sleeps.
+    """
+
+    def __init__(self, target, *args):
+        context = get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=play, args=(other, target, args), daemon=True)
+        self.process.start()
+        other.close()
+
+    def __call__(self, *arguments):
+        self.connection.send(arguments)
+        error, result = self.connection.recv()
+        if error:
+            raise RuntimeError(error)
+        return result
+
+    def close(self):
+        self.connection.close()
+        self.process.join()
+
+
+class Turns:
+    def __init__(self, connection):
+        self.connection = connection
+
+    def begin(self):
+        try:
+            return self.connection.recv()
+        except EOFError:
+            raise SystemExit from None
+
+    def end(self, result=None):
+        self.connection.send((None, result))
+
+
+def play(connection, target, args):
+    try:
+        target(Turns(connection), *args)
+    except Exception as error:
+        connection.send((f"{type(error).__name__}: {error}", None))
+        raise
 
 
 def model_directory(name, config, temporary):

@@ -10,8 +10,8 @@ Four parts, in one interleaved run over the same weights:
   the rows as they come, a full batch at a time, ours may hold as many rows at once;
 - long answers: one row, time a token by windows, which may grow by attention over the cache only.
 
-transformers: sdpa, its default cache, no truncation of the distribution, on torch's default matmul route and ("faster
-matmul") on the one that train.py and sample.py switch on.
+transformers: sdpa, its default cache, no truncation of the distribution, in a process that waits while it is not its
+turn, with torch's defaults and ("faster matmul") on the matmul route that train.py and sample.py switch on.
 
     python bench.py sample --batch 1 8 32 --json sample.json
     python bench.py sample --model smollm2-135m-instruct --dtype bfloat16
@@ -20,11 +20,13 @@ matmul") on the one that train.py and sample.py switch on.
 import statistics
 import tempfile
 import time
+from functools import partial
 
 import torch
 
-from benchmarks.measure import (MIB, SMALL, TOY, MatmulRoutes, cached_numbers, interleaved, line, machine,
+from benchmarks.measure import (MIB, SMALL, TOY, Elsewhere, MatmulRoutes, cached_numbers, interleaved, line, machine,
                                 model_directory, ratios, table, version)  # fmt: skip
+from cpu import keep_freed_memory
 from model import load_model
 from sample import generate
 
@@ -50,6 +52,15 @@ def ragged_prompts(count, shortest, longest, V):
     generator = torch.Generator().manual_seed(count)
     lengths = torch.linspace(longest, shortest, count).round().long()[torch.randperm(count, generator=generator)]
     return [torch.randint(V, (length,), generator=generator).tolist() for length in lengths.tolist()]
+
+
+def transformers_turns(turns, directory, args):
+    """The peer's side, in a process of its own: a turn is the route's name and what `generate` takes."""
+    peer, routes = Transformers(directory, args), MatmulRoutes(args.device)
+    while True:
+        name, *request = turns.begin()
+        routes.use(name)
+        turns.end(peer.generate(*request))
 
 
 class Transformers:
@@ -107,13 +118,11 @@ class Counted:
 
 
 def race(args, routes, ours, peer):
-    """ours, peer: functions that return the tokens they made. -> contestant -> tokens a second, one number a round."""
+    """ours(), peer(route): the tokens they made. -> contestant -> tokens a second, one number a round."""
     runs = {"ours": Counted(ours)}
-    contestants = {"ours": routes.on(routes.names[-1], runs["ours"])}
-    for name in routes.names if peer else ():
-        runs[name] = Counted(peer)
-        contestants[name] = routes.on(name, runs[name])
-    seconds = interleaved(contestants, args.repeats, device=args.device)
+    if peer:
+        runs |= {name: Counted(partial(peer, name)) for name in routes.names}
+    seconds = interleaved(runs | {"ours": routes.on(routes.names[-1], runs["ours"])}, args.repeats, device=args.device)
     return {name: [n / s for n, s in zip(runs[name].tokens[1:], rounds)] for name, rounds in seconds.items()}
 
 
@@ -140,7 +149,7 @@ def ragged(args, routes, model, peer, speed):
             made = generate(model, prompts, max_new_tokens=args.new_tokens, max_batch=B)
             return sum(len(group[0].tokens) for group in made)
 
-        rates = race(args, routes, ours, peer and (lambda: peer.generate(prompts, args.new_tokens, 1.0)))
+        rates = race(args, routes, ours, peer and (lambda route: peer(route, prompts, args.new_tokens, 1.0)))
         read = step_bytes(model, list(map(len, prompts)), args.new_tokens)
         rows.append({"rows": B} | compare(rates) | {
             "MiB a step": read / MIB, "share of the roofline": statistics.median(rates["ours"]) / B * read / speed,
@@ -160,9 +169,9 @@ def rollout(args, routes, model, peer):
                         max_batch=args.rows)  # fmt: skip
         return sum(len(completion.tokens) for group in made for completion in group)
 
-    def theirs():
+    def theirs(route):
         batches = (copies[i : i + args.rows] for i in range(0, len(copies), args.rows))
-        return sum(peer.generate(batch, args.longest, UNIFORM, stops) for batch in batches)
+        return sum(peer(route, batch, args.longest, UNIFORM, stops) for batch in batches)
 
     return {"prompts": P, "completions": n} | compare(race(args, routes, ours, peer and theirs))
 
@@ -197,10 +206,11 @@ def run(args):
         args.rollout, args.rows, args.mean_length, args.longest = [3, 2], 4, 4, 16
         args.long_tokens, args.window = 128, 32
     routes = MatmulRoutes(args.device)
+    keep_freed_memory()
     with tempfile.TemporaryDirectory() as temporary:
         directory = model_directory(args.model, TOY if args.quick else SMALL, temporary)
         model = load_model(directory, device=args.device, dtype=args.torch_dtype)
-        peer = Transformers(directory, args) if version(PEER) else None
+        peer = Elsewhere(transformers_turns, directory, args) if version(PEER) else None
         speed = bandwidth(args.device, 1 << 20 if args.quick else 1 << 28)
         info = machine(args.device) | {PEER: version(PEER), "model": args.model or "random", "dtype": args.dtype}
         info |= {"parameters": sum(p.numel() for p in model.parameters()), "GB/s": speed / 1e9}
@@ -214,6 +224,8 @@ def run(args):
         parts["rollout"] = rollout(args, routes, model, peer)
         print(f"\nLengths geometric, mean {args.mean_length}, cap {args.longest}, {args.rows} rows at a time:\n")
         table([parts["rollout"]])
+        if peer:
+            peer.close()
     parts["long"] = long_answer(args, routes)
     print("\nOne long answer of tiny:\n")
     table(parts["long"])

@@ -1,11 +1,11 @@
 """step: a whole GRPO step beside TRL's GRPOTrainer, and what reading a prompt once for its group saves.
 
 Same model, prompts, lengths, reward, loss and AdamW; full fine-tuning and LoRA, without and with a reference model.
-Ours is one turn of train.py's own loop, journal included. TRL's is its own Trainer.train(), in a thread that waits
+Ours is one turn of train.py's own loop, journal included. TRL's is its own Trainer.train(), in a process that waits
 while it is not its turn, from on_step_begin to on_step_end: transformers' sampling, loss and update, no logging; its
 defaults, but for gradient checkpointing, which is off on both sides. No token ends a completion, so all are of full
-length on both. On a CPU ours computes on the matmul route that train.py switches on and TRL on torch's default; a
-last column lends it ours.
+length on both. On a CPU ours runs with what train.py switches on (cpu.py) and TRL with torch's defaults; a last column
+lends it our matmul route.
 
 Peak memory is that of fresh processes after two steps: VmHWM, with malloc told to return what is freed (on CUDA what
 the allocator held at most), in all and beyond what each had after its imports.
@@ -20,9 +20,9 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,8 @@ import torch
 
 import learner
 from benchmarks import runs
-from benchmarks.measure import MIB, MatmulRoutes, interleaved, line, machine, peak_memory, ratios, table, version
+from benchmarks.measure import (MIB, Elsewhere, MatmulRoutes, interleaved, line, machine, peak_memory, ratios, table,
+                                version)  # fmt: skip
 from model import load_model
 from sample import Completion
 
@@ -66,7 +67,7 @@ class Job:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two sides: .step() is one step, .close() ends it
+# The two sides
 
 
 class Ours:
@@ -91,81 +92,52 @@ class Ours:
         self.run.journal.bar.close()
 
 
-class Finished(Exception):
-    pass
+def trl_trainer(job, callbacks=(), steps=10**6):
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    # Masters in fp32, as ours; bfloat16 is its autocast.
+    model = transformers.AutoModelForCausalLM.from_pretrained(job.directory, dtype=torch.float32)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(job.directory)
+    never = model.config.vocab_size  # an end that no model can write: the ordinary checks run, and find nothing
+    config = GRPOConfig(
+        output_dir=job.work, beta=job.beta, per_device_train_batch_size=job.prompts * job.generations,
+        num_generations=job.generations, max_completion_length=job.new_tokens, lr_scheduler_type="constant",
+        bf16=job.dtype == "bfloat16", use_cpu=job.device == "cpu", gradient_checkpointing=False, report_to="none",
+        logging_strategy="no", save_strategy="no", disable_tqdm=True, max_steps=steps,
+        generation_kwargs={"eos_token_id": never},
+    )  # fmt: skip
+    peft_config = None
+    if job.lora:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=LINEARS)
+    rows = [json.loads(line) for line in Path(job.data).read_text().splitlines()]
+    trainer = GRPOTrainer(
+        model, runs.odd_share, config, Dataset.from_list(rows), processing_class=tokenizer, peft_config=peft_config,
+        callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.eos_token_ids = [never]
+    return trainer
 
 
-class TRL:
-    def __init__(self, job):
-        import transformers
-        from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
+def trl_steps(turns, job):
+    """TRL's side, in a process of its own: a turn, on the matmul route that is named, is one step of Trainer.train()."""
+    from transformers import TrainerCallback
 
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        # Masters in fp32, as ours; bfloat16 is its autocast.
-        model = transformers.AutoModelForCausalLM.from_pretrained(job.directory, dtype=torch.float32)
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(job.directory)
-        never = model.config.vocab_size  # an end that no model can write: the ordinary checks run, and find nothing
-        config = GRPOConfig(
-            output_dir=job.work, beta=job.beta, per_device_train_batch_size=job.prompts * job.generations,
-            num_generations=job.generations, max_completion_length=job.new_tokens, lr_scheduler_type="constant",
-            bf16=job.dtype == "bfloat16", use_cpu=job.device == "cpu", gradient_checkpointing=False, report_to="none",
-            logging_strategy="no", save_strategy="no", disable_tqdm=True, max_steps=10**6,
-            generation_kwargs={"eos_token_id": never},
-        )  # fmt: skip
-        peft_config = None
-        if job.lora:
-            from peft import LoraConfig
+    routes = MatmulRoutes(job.device)
 
-            peft_config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=LINEARS)
-        self.turn, self.done, self.error, self.closing = threading.Semaphore(0), threading.Semaphore(0), None, False
-        side = self
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            routes.use(*turns.begin())
 
-        class Turns(transformers.TrainerCallback):
-            def on_train_begin(self, *_, **__):
-                side.done.release()  # set up
+        def on_step_end(self, *_, **__):
+            turns.end()
 
-            def on_step_begin(self, *_, **__):
-                side.turn.acquire()
-                if side.closing:
-                    raise Finished
-
-            def on_step_end(self, *_, **__):
-                side.done.release()
-
-        rows = [json.loads(line) for line in Path(job.data).read_text().splitlines()]
-        self.trainer = GRPOTrainer(
-            model, runs.odd_share, config, Dataset.from_list(rows), processing_class=tokenizer, peft_config=peft_config,
-            callbacks=[Turns()],
-        )  # fmt: skip
-        self.trainer.eos_token_ids = [never]
-        self.thread = threading.Thread(target=self.train, daemon=True)
-        self.thread.start()
-        self.wait()
-
-    def train(self):
-        try:
-            self.trainer.train()
-        except Finished:
-            pass
-        except BaseException as error:  # for the thread that waits
-            self.error = error
-        self.done.release()
-
-    def wait(self):
-        self.done.acquire()
-        if self.error:
-            raise self.error
-
-    def step(self):
-        self.turn.release()
-        self.wait()
-
-    def close(self):
-        self.closing = True
-        self.turn.release()
-        self.thread.join()
+    trl_trainer(job, [Steps()]).train()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,12 +160,14 @@ def peak_of(kind, job):
         import train  # noqa: F401
     on_cpu = job.device == "cpu"
     imported = status_bytes("VmRSS") if on_cpu else 0
-    side = SIDES[kind](job)
-    for _ in range(2):
-        side.step()
-    peak = status_bytes("VmHWM") if on_cpu else torch.cuda.max_memory_allocated()
-    side.close()
-    return peak, imported
+    if kind == "TRL":
+        trl_trainer(job, steps=2).train()
+    else:
+        side = Ours(job)
+        for _ in range(2):
+            side.step()
+        side.close()
+    return status_bytes("VmHWM") if on_cpu else torch.cuda.max_memory_allocated(), imported
 
 
 def peak_in_fresh_process(kind, job):
@@ -205,9 +179,6 @@ def peak_in_fresh_process(kind, job):
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-SIDES = {"ours": Ours, "TRL": TRL}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,10 +229,10 @@ def time_steps(args, routes, jobs, peer):
     """A row for each job."""
     rows = []
     for job in jobs:
-        ours, trl = Ours(job), TRL(job) if peer else None
+        ours, trl = Ours(job), Elsewhere(trl_steps, job) if peer else None
         contestants = {"ours": routes.on(routes.names[-1], ours.step)}
         if peer:
-            contestants |= {name: routes.on(name, trl.step) for name in routes.names}
+            contestants |= {name: partial(trl, name) for name in routes.names}
         seconds = interleaved(contestants, args.repeats, device=args.device)
         row = job.label() | {"s, ours": statistics.median(seconds["ours"])}
         ours.close()

@@ -39,6 +39,24 @@ def test_sample_quick(tmp_path, monkeypatch, capsys):
     assert [row["tokens up to"] for row in results["long"]] == [32, 64, 96, 128]
 
 
+def adder(turns, start):
+    while True:
+        (x,) = turns.begin()
+        turns.end((start + x, torch.backends.mkldnn.matmul.fp32_precision))
+
+
+def test_a_peer_elsewhere_answers_until_it_fails_and_sees_no_switch_of_ours():
+    routes = measure.MatmulRoutes("cpu")
+    peer = measure.Elsewhere(adder, 5)
+    answers = []
+    routes.on(routes.names[-1], lambda: answers.extend(peer(x) for x in (1, 2)))()
+    assert answers == [(6, "none"), (7, "none")]
+    with pytest.raises(RuntimeError, match="TypeError: unsupported operand"):
+        peer("x")
+    peer.close()
+    assert not peer.process.is_alive()
+
+
 def test_bytes_of_a_step_by_hand(toy):
     model = load_model(toy)
     weights = 512 * 32 + 32  # the embedding, which is the head, and the last norm

@@ -1,12 +1,13 @@
 """The peers of `bench.py sample` and `bench.py step` are driven as the benchmarks say."""
 
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_bench_sample_step import job, toy  # noqa: F401
 
-from benchmarks import sample, step
+from benchmarks import measure, sample, step
 
 pytest.importorskip("transformers")
 
@@ -27,37 +28,44 @@ def test_transformers_counts_tokens_up_to_and_with_the_first_end(toy, monkeypatc
     assert peer.generate(prompts, 4, 1.0, {4, 3}) == 2 + 4
 
 
-def test_a_turn_of_trl_is_one_step_of_its_trainer(toy, tmp_path):  # noqa: F811
+class Counted(list):
+    """Turns that are begun and ended until there have been two."""
+
+    def begin(self):
+        if self == ["begin", "end"] * 2:
+            raise SystemExit
+        self.append("begin")
+        return ("default",)
+
+    def end(self):
+        self.append("end")
+
+
+def test_a_turn_of_trl_is_one_step_of_its_trainer(toy, tmp_path, monkeypatch):  # noqa: F811
     for package in step.PEER:
         pytest.importorskip(package)
-    side = step.TRL(job(toy, tmp_path, lora=True, beta=0.04))
-    trainer, args = side.trainer, side.trainer.args
-    for turn in (1, 2):
-        assert side.turn._value == 0 and side.thread.is_alive()  # it waits
-        side.step()
-        assert len(trainer._metrics["train"]["completions/mean_length"]) == turn
+    made, make = [], step.trl_trainer
+    monkeypatch.setattr(step, "trl_trainer", lambda *args: made.append(make(*args)) or made[0])
+    turns = Counted()
+    with pytest.raises(SystemExit):
+        step.trl_steps(turns, job(toy, tmp_path, lora=True, beta=0.04))
+    (trainer,) = made
+    assert trainer.state.global_step == 2
+    assert trainer._metrics["train"]["completions/mean_length"] == [5, 5]
     assert trainer._metrics["train"]["completions/min_length"] == [5, 5]
     assert trainer._metrics["train"]["kl"][0] == pytest.approx(0, abs=1e-6)
-    ours = step.Ours(job(toy, tmp_path, lora=True, beta=0.04)).cfg
+    ours, args = step.Ours(job(toy, tmp_path, lora=True, beta=0.04)).cfg, trainer.args
     for name in ("loss_type", "scale_rewards", "beta", "epsilon", "num_iterations", "num_generations", "learning_rate",
                  "max_grad_norm", "temperature", "weight_decay", "adam_beta1", "adam_beta2",
                  "max_completion_length"):  # fmt: skip
         assert getattr(args, name) == getattr(ours, name), name
     assert ours.kl == "k3w" and args.use_bias_correction_kl and not args.bf16 and not args.gradient_checkpointing
     assert args.per_device_train_batch_size == 6 and args.gradient_accumulation_steps == 1
-    side.close()
-    assert not side.thread.is_alive()
 
 
-def test_an_error_in_the_trainers_thread_reaches_the_caller(toy, tmp_path):  # noqa: F811
+def test_trl_takes_turns_in_a_process_of_its_own(toy, tmp_path):  # noqa: F811
     for package in step.PEER:
         pytest.importorskip(package)
-    side = step.TRL(job(toy, tmp_path))
-
-    def broken(*_, **__):
-        raise RuntimeError("a reward that does not work")
-
-    side.trainer.reward_funcs = [broken]
-    with pytest.raises(RuntimeError, match="a reward that does not work"):
-        side.step()
-    side.thread.join()
+    (row,) = step.time_steps(SimpleNamespace(repeats=1, device="cpu"), measure.MatmulRoutes("cpu"), [job(toy, tmp_path)], True)
+    assert row["times as fast as TRL"] == pytest.approx(row["s, TRL"] / row["s, ours"])
+    assert not multiprocessing.active_children()
