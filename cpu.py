@@ -1,4 +1,4 @@
-"""What a run on a CPU switches on for its whole process, once at its start: a matmul route, and an allocator's settings.
+"""What a run on a CPU switches on for its whole process, once, at its start: a matmul route, and how memory is kept.
 
 Neither changes a result beyond fp32's rounding. torch's own defaults are slower here for reasons that have nothing to
 do with the algorithm, so train.py and sample.py call both functions, and bench.py runs peers without them.

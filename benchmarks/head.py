@@ -112,7 +112,7 @@ def run(args):
     info |= {"vocab": args.vocab, "width": args.width, "dtype": args.dtype, "chunk_bytes": args.chunk_bytes}
     print(line(info), end="\n\n")
     if routes.names == ["default"] and args.device == "cpu":
-        print("The faster matmul route is not open on this CPU (see model.fast_cpu_matmul).\n")
+        print("The faster matmul route is not open on this CPU (see cpu.fast_cpu_matmul).\n")
 
     times, memory = [], []
     for frozen in (False, True):

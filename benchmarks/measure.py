@@ -1,9 +1,9 @@
 """How everything here is measured: contestants that take turns, counted memory, matmul routes, a table.
 
 Whatever is compared takes turns, round after round in one run, so that a busy or throttled machine slows all alike; a
-first round warms up and is dropped. A peer that is a whole program takes its turns in a process of its own. Peak memory is counted, not sampled: on CPU every allocation that torch.profiler
-reports (it sees temporaries inside an operator, not a BLAS library's own workspace), on CUDA what the caching allocator
-says.
+first round warms up and is dropped. A peer that is a whole program takes its turns in a process of its own. Peak memory
+is counted, not sampled: on CPU every allocation that torch.profiler reports (it sees temporaries inside an operator,
+not a BLAS library's own workspace), on CUDA what the caching allocator says.
 """
 
 import importlib.metadata

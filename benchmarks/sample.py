@@ -1,6 +1,6 @@
 """sample: tokens a second beside transformers.generate, and beside what memory allows.
 
-Four parts, in one interleaved run over the same weights:
+Three parts, in one interleaved run over the same weights:
 - ragged prompts, every row of full length: no token ends it, on either side. The roofline is the time to read the
   weights and the keys and values of every step once at this machine's bandwidth, measured here; on a CPU with many
   rows arithmetic takes longer than reading, so the share reached falls with the batch;
@@ -14,7 +14,7 @@ transformers: sdpa, its default cache, no truncation of the distribution, in a p
 turn, with torch's defaults and ("faster matmul") on the matmul route that train.py and sample.py switch on.
 
     python bench.py sample --batch 1 8 32 --json sample.json
-    python bench.py sample --model smollm2-135m-instruct --dtype bfloat16
+    python bench.py sample --model smollm2-135m-instruct --dtype bfloat16 --parts ragged
 """
 
 import statistics
@@ -31,11 +31,13 @@ from model import load_model
 from sample import generate
 
 PEER = "transformers"
+PARTS = ["ragged", "rollout", "long"]
 UNIFORM = 1e6  # a temperature at which all tokens are equally likely
 
 
 def add_arguments(parser):
     parser.add_argument("--model", help="a directory, an alias or a hub id (default: 31.5M parameters, random)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64], help="rows of the first part")
     parser.add_argument("--new_tokens", type=int, default=128, help="of the first part")
     parser.add_argument("--prompt_tokens", type=int, nargs=2, default=[16, 128], help="shortest and longest prompt")
@@ -217,16 +219,20 @@ def run(args):
         print(line(info), end="\n\n")
         if peer is None:
             print(f"Ratios are left out: {PEER} is not installed.\n")
-        parts = {"ragged": ragged(args, routes, model, peer, speed)}
-        print("Ragged prompts of {}-{} tokens, {} new tokens each; medians, ratios paired round by round:\n".format(
-              *args.prompt_tokens, args.new_tokens))  # fmt: skip
-        table(parts["ragged"])
-        parts["rollout"] = rollout(args, routes, model, peer)
-        print(f"\nLengths geometric, mean {args.mean_length}, cap {args.longest}, {args.rows} rows at a time:\n")
-        table([parts["rollout"]])
+        parts = {}
+        if "ragged" in args.parts:
+            parts["ragged"] = ragged(args, routes, model, peer, speed)
+            print("Ragged prompts of {}-{} tokens, {} new tokens each; medians, ratios paired round by round:\n".format(
+                  *args.prompt_tokens, args.new_tokens))  # fmt: skip
+            table(parts["ragged"])
+        if "rollout" in args.parts:
+            parts["rollout"] = rollout(args, routes, model, peer)
+            print(f"\nLengths geometric, mean {args.mean_length}, cap {args.longest}, {args.rows} rows at a time:\n")
+            table([parts["rollout"]])
         if peer:
             peer.close()
-    parts["long"] = long_answer(args, routes)
-    print("\nOne long answer of tiny:\n")
-    table(parts["long"])
+    if "long" in args.parts:
+        parts["long"] = long_answer(args, routes)
+        print("\nOne long answer of tiny:\n")
+        table(parts["long"])
     return {"machine": info} | parts

@@ -13,7 +13,7 @@ the allocator held at most), in all and beyond what each had after its imports.
 The shared prefix: forward and backward of one group by learner.optimizer_step, with it and without.
 
     python bench.py step --repeats 3 --json step.json
-    python bench.py step --model smollm2-135m-instruct --prompt_tokens 128
+    python bench.py step --model smollm2-135m-instruct --parts shared_prefix
 """
 
 import json
@@ -37,6 +37,7 @@ from model import load_model
 from sample import Completion
 
 PEER = ("trl", "peft", "datasets")  # what its side needs
+PARTS = ["times", "memory", "shared_prefix"]
 RANK, ALPHA = 16, 32
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -44,6 +45,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def add_arguments(parser):
     runs.add_arguments(parser)
     parser.add_argument("--prefix_tokens", type=int, default=128, help="P and R of the shared prefix part")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
 
 
 @dataclass
@@ -125,7 +127,7 @@ def trl_trainer(job, callbacks=(), steps=10**6):
 
 
 def trl_steps(turns, job):
-    """TRL's side, in a process of its own: a turn, on the matmul route that is named, is one step of Trainer.train()."""
+    """TRL's side, in a process of its own: a turn, on the route that is named, is one step of Trainer.train()."""
     from transformers import TrainerCallback
 
     routes = MatmulRoutes(job.device)
@@ -281,7 +283,7 @@ def shared_prefix(args, routes, directory):
 
 
 def run(args):
-    """Seconds, memory and ratios of whole steps, then of the shared prefix. Returns all numbers."""
+    """Seconds, memory and ratios of whole steps, and of the shared prefix. Returns all numbers."""
     if args.quick:
         args.prompts, args.generations, args.prompt_tokens, args.new_tokens, args.prefix_tokens = 2, 2, 6, 4, 8
         args.repeats = 1
@@ -297,15 +299,18 @@ def run(args):
         kinds = [(True, 0.04)] if args.quick else [(x, y) for x in (False, True) for y in (0.0, 0.04)]
         jobs = [Job(directory, data, temporary, lora, beta, args.device, args.dtype, args.prompts, args.generations,
                     args.prompt_tokens, args.new_tokens) for lora, beta in kinds]  # fmt: skip
-        parts = {"times": time_steps(args, routes, jobs, peer)}
-        size = f"{args.prompts} prompts x {args.generations}, {args.prompt_tokens} + {args.new_tokens} tokens"
-        print(f"A step of {size}; medians, ratios paired round by round:\n")
-        table(parts["times"])
-        if args.device == "cuda" or Path("/proc/self/status").exists():
+        parts = {}
+        if "times" in args.parts:
+            parts["times"] = time_steps(args, routes, jobs, peer)
+            size = f"{args.prompts} prompts x {args.generations}, {args.prompt_tokens} + {args.new_tokens} tokens"
+            print(f"A step of {size}; medians, ratios paired round by round:\n")
+            table(parts["times"])
+        if "memory" in args.parts and (args.device == "cuda" or Path("/proc/self/status").exists()):
             parts["memory"] = weigh_steps(jobs, peer)
             print("\nPeak memory of a fresh process:\n")
             table(parts["memory"])
-        parts["shared_prefix"] = [shared_prefix(args, routes, directory)]
-        print("\nForward and backward of one group, its prompt read once and not; memory beyond gradients:\n")
-        table(parts["shared_prefix"])
+        if "shared_prefix" in args.parts:
+            parts["shared_prefix"] = [shared_prefix(args, routes, directory)]
+            print("\nForward and backward of one group, its prompt read once and not; memory beyond gradients:\n")
+            table(parts["shared_prefix"])
     return {"machine": info} | parts
