@@ -131,6 +131,8 @@ class Turns:
             raise SystemExit from None
 
     def end(self, result=None):
+        if torch.cuda.is_initialized():  # the turn lasts until the device is done
+            torch.cuda.synchronize()
         self.connection.send((None, result))
 
 
